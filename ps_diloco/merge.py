@@ -1,0 +1,154 @@
+"""The merge of one fragment's contributions into one pseudo-gradient (format §6.2). Pure: no I/O, no clock.
+
+::
+
+    weighing = weigh(candidates, fragment_version=7, rounds=entry.rounds, weights=entry.weights, settings=settings)
+    merging = FragmentMerge(size)
+    for coefficient, share, delta in ...: merging.add(coefficient, share, delta)      # in merge order
+    gradient_F = merging.gradient                                                     # descends
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ps_diloco.config import MergeSettings
+from ps_diloco.errors import IntegrityError
+from ps_diloco.fragment import FragmentValue
+from ps_diloco.ids import ContributionId
+from ps_diloco.layout import FragmentSize, LayoutEntry
+from ps_diloco.records import Round
+
+WEIGHTS_KEPT = 32
+WEIGHTS_NEEDED = 4
+NORM_BLOCK = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """What the merge needs to know of a contribution before it sees its values. ``staleness`` in outer steps of the fragment."""
+
+    id: ContributionId
+    tokens: int
+    steps: int
+    staleness: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Weighing:
+    """Result of :func:`weigh`, in merge order. ``coefficients`` are exact float32 values and multiply the decoded values.
+
+    ``shares`` sum to 1 and average the float buffers; ``weights`` are the uncapped w_i that the manifest keeps.
+    """
+
+    candidates: tuple[Candidate, ...]
+    weights: tuple[float, ...]
+    shares: tuple[float, ...]
+    coefficients: tuple[float, ...]
+    mass: float
+    round_tokens: float
+
+
+def float32(value: float) -> float:
+    """``value`` rounded to the nearest float32."""
+    return float(struct.unpack("<f", struct.pack("<f", value))[0])
+
+
+def merge_order(candidate: Candidate) -> tuple[str, int, int]:
+    return (candidate.id.unit, candidate.id.incarnation, candidate.id.seq)
+
+
+def weigh(
+    candidates: Sequence[Candidate],
+    *,
+    fragment_version: int,
+    rounds: Mapping[str, Round],
+    weights: Sequence[float],
+    settings: MergeSettings,
+) -> Weighing:
+    """Weights, mass and coefficients of contributions to merge into one outer step of a fragment that stands at ``fragment_version``.
+
+    w = min(tokens^2 / steps, cap x recent median) (Decoupled DiLoCo, capped); the staleness factor (1 + s)^-p stands in the numerator only; the mass
+    a = min(1, tokens / R) keeps n steps of one contribution equal to one step of n (format §6.2).
+    """
+    ordered = tuple(sorted(candidates, key=merge_order))
+    raw = [c.tokens**2 / c.steps for c in ordered]
+    ceiling = settings.weight_cap * statistics.median(weights) if len(weights) >= WEIGHTS_NEEDED else math.inf
+    capped = [min(w, ceiling) for w in raw]
+    total = math.fsum(capped)
+    tokens = sum(c.tokens for c in ordered)
+    round_tokens = float(settings.round_tokens or _round_tokens(ordered, fragment_version, rounds, settings.round_window))
+    mass = min(1.0, tokens / round_tokens)
+    shares = [w / total for w in capped]
+    return Weighing(
+        candidates=ordered,
+        weights=tuple(raw),
+        shares=tuple(shares),
+        coefficients=tuple(
+            float32(mass * (1.0 + c.staleness) ** -settings.staleness_power * share) for c, share in zip(ordered, shares, strict=True)
+        ),
+        mass=mass,
+        round_tokens=round_tokens,
+    )
+
+
+def mass_of(candidates: Sequence[Candidate], *, fragment_version: int, rounds: Mapping[str, Round], settings: MergeSettings) -> float:
+    """The mass a that merging ``candidates`` would have; 0 for none."""
+    if not candidates:
+        return 0.0
+    return weigh(candidates, fragment_version=fragment_version, rounds=rounds, weights=(), settings=settings).mass
+
+
+def _round_tokens(candidates: Sequence[Candidate], fragment_version: int, rounds: Mapping[str, Round], window: int) -> int:
+    last = {unit: r.tokens for unit, r in rounds.items() if r.fragment_version > fragment_version - window}
+    last.update({c.id.unit: c.tokens for c in candidates})
+    return sum(last.values())
+
+
+class FragmentMerge:
+    """Streaming accumulator of one fragment: memory is one array, flat in the number of contributions."""
+
+    def __init__(self, size: FragmentSize, *, dtype: torch.dtype = torch.float32) -> None:
+        self.gradient = torch.zeros(size.elements, dtype=dtype)
+        self._floats = torch.zeros(size.floats, dtype=torch.float64)
+        self._ints: torch.Tensor | None = None
+
+    def add_params(self, coefficient: float, delta_F: torch.Tensor, start: int = 0) -> None:
+        """``gradient[start:start+n] += coefficient * delta``, multiply and add rounded apart. Overwrites ``delta_F``."""
+        delta_F.mul_(coefficient)
+        self.gradient[start : start + delta_F.numel()].add_(delta_F)
+
+    def add_buffers(self, share: float, floats_B: torch.Tensor, ints_I: torch.Tensor) -> None:
+        """Add one contribution's buffers: weighted mean of floats, maximum of integers."""
+        self._floats.add_(floats_B.to(torch.float64).mul_(share))
+        self._ints = ints_I.clone() if self._ints is None else torch.maximum(self._ints, ints_I)
+
+    def merge_buffers_into(self, value: FragmentValue, mass: float) -> None:
+        """Write the merged buffers into the global value."""
+        moved = value.floats.to(torch.float64)
+        moved.add_((self._floats - moved).mul_(mass))
+        value.floats.copy_(moved)
+        if self._ints is not None:
+            value.ints.copy_(torch.maximum(value.ints, self._ints))
+
+
+def sum_squares(values_F: torch.Tensor, entries: Sequence[LayoutEntry]) -> tuple[float, ...]:
+    """Float64 sum of squares of each parameter entry of a fragment, over fixed blocks of 2^20 elements (format §5.6)."""
+    sums = []
+    for entry in entries:
+        parts = [block.to(torch.float64).square_().sum().item() for block in values_F[entry.offset : entry.offset + entry.size].split(NORM_BLOCK)]
+        sums.append(math.fsum(parts))
+    return tuple(sums)
+
+
+def check_sum_squares(found: Sequence[float], stated: Sequence[float], entries: Sequence[LayoutEntry]) -> None:
+    """Raise :class:`IntegrityError` naming the first tensor whose stated sum of squares is not the decoded one."""
+    for entry, mine, theirs in zip(entries, found, stated, strict=True):
+        if abs(mine - theirs) > 1e-6 * max(abs(mine), abs(theirs)) + 1e-300:
+            raise IntegrityError("stated sum of squares is not that of the values", tensor=entry.name, stated=theirs, found=mine)
