@@ -13,9 +13,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from ps_diloco.errors import ConfigError
+from ps_diloco.ids import check_unit_name
 
 PositiveInt = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
@@ -61,14 +62,16 @@ class PullSettings(Settings):
 
     codec: Literal["none", "bf16", "int8", "int4"] = "int8"
     anchor_every: PositiveInt = Field(default=20, le=1000, description="outer steps of a fragment between two anchors")
-    state_every: Literal[1] = Field(default=1, description="outer steps between two saves of the outer state")
+    state_every: int = Field(default=1, ge=1, le=1, description="outer steps between two saves of the outer state")
 
 
 class UnitSettings(Settings):
     """What all units of a run share."""
 
     sync_every: PositiveInt = Field(default=30, description="H: inner steps between two cuts of one fragment")
-    join_warmup_steps: Annotated[int, Field(ge=0)] | None = Field(default=None, description="learning-rate ramp of a unit without inner state; default H")
+    join_warmup_steps: Annotated[int, Field(ge=0)] | None = Field(
+        default=None, description="learning-rate ramp of a unit without inner state; default H"
+    )
     state_every_cuts: Annotated[int, Field(ge=0)] = Field(default=10, description="cuts between two saves of a unit's own state; 0 never")
 
 
@@ -78,6 +81,11 @@ class RegionSettings(Settings):
     name: str = "home"
     url: str | None = None
     status: Literal["active", "retired"] = "active"
+
+    @field_validator("name")
+    @classmethod
+    def _named(cls, name: str) -> str:
+        return check_unit_name(name, what="region")
 
 
 class RunSettings(Settings):
@@ -126,7 +134,7 @@ def read_toml(path: Path) -> dict[str, Any]:
             return tomllib.load(file)
     except FileNotFoundError:
         raise ConfigError("no such configuration file", path=path) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, IsADirectoryError, PermissionError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
         raise ConfigError("cannot read the configuration file", path=path, cause=error) from None
 
 
@@ -137,9 +145,10 @@ def set_dotted(values: dict[str, Any], assignment: str) -> None:
     if not equals or not all(parts):
         raise ConfigError("an assignment has the form section.name=value", got=repr(assignment))
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
+        parsed = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
-        value = text
+        parsed = {}
+    value = parsed["value"] if len(parsed) == 1 else text  # more than one: the text went on after a line break
     node = values
     for part in parts[:-1]:
         child = node.setdefault(part, {})
@@ -167,6 +176,8 @@ def _explain(model: type[BaseModel], error: ValidationError) -> str:
             nearest = difflib.get_close_matches(str(item["loc"][-1]), known, n=1, cutoff=0.5)
             hint = f"did you mean {nearest[0]!r}?" if nearest else "known are " + ", ".join(sorted(known))
             parts.append(f"unknown setting {where!r}, {hint}")
+        elif not where:
+            parts.append(item["msg"].lower())
         else:
             parts.append(f"setting {where!r} = {item['input']!r}: {item['msg'].lower()}")
     return "; ".join(parts)

@@ -14,7 +14,7 @@ import secrets
 import threading
 import time
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import Protocol
 
 
@@ -54,7 +54,7 @@ class SystemClock:
         return time.monotonic()
 
     def wall_text(self) -> str:
-        return datetime.now(timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
     def sleep(self, seconds: float) -> None:
         time.sleep(seconds)
@@ -106,7 +106,7 @@ class Env:
 
 @dataclass(kw_only=True)
 class Backoff:
-    """Delays of a retry loop: exponential with full jitter, bounded (``first_s`` doubling up to ``max_s``)."""
+    """Delays of a retry loop: exponential, the upper half of each random, bounded (``first_s`` doubling up to ``max_s``)."""
 
     env: Env
     first_s: float = 0.2

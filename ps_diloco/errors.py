@@ -38,7 +38,7 @@ class PsDilocoError(Exception):
     kind: ClassVar[str] = "error"
     exit_code: ClassVar[int] = 70
 
-    def __init__(self, rule: str, *, remedy: str = "", **facts: object) -> None:
+    def __init__(self, rule: str, /, *, remedy: str = "", **facts: object) -> None:
         self.rule = rule
         self.remedy = remedy
         self.facts = facts
@@ -105,7 +105,7 @@ class Unavailable(StoreError):
 
     kind = "unavailable"
 
-    def __init__(self, rule: str, *, maybe_applied: bool = False, remedy: str = "", **facts: object) -> None:
+    def __init__(self, rule: str, /, *, maybe_applied: bool = False, remedy: str = "", **facts: object) -> None:
         super().__init__(rule, remedy=remedy, **facts)
         self.maybe_applied = maybe_applied
 

@@ -97,6 +97,7 @@ def probe(attempt: str) -> str:
 _RECORD = re.compile(r"units/([a-z0-9][a-z0-9-]{0,62})/t(\d{6})/(\d{6})/(\d{20})\.json", re.ASCII)
 _UNIT_STATE = re.compile(r"units/[a-z0-9][a-z0-9-]{0,62}/state/(\d{6})/(\d{20})\.json", re.ASCII)
 _INCARNATION = re.compile(r"units/[a-z0-9][a-z0-9-]{0,62}/incarnations/(\d{6})\.json", re.ASCII)
+_FRAGMENT_OBJECT = re.compile(r"(?:anchors|deltas|state)/(\d{6})/(\d{4})/(\d{20})-[0-9a-f]{16}(?:\.shard|/.+)", re.ASCII)
 _MANIFEST = re.compile(r"manifests/(\d{6})/(\d{20})\.json", re.ASCII)
 
 
@@ -121,3 +122,14 @@ def parse_manifest(key: str) -> tuple[int, int] | None:
     """(timeline, version), or None."""
     match = _MANIFEST.fullmatch(key)
     return (int(match[1]), int(match[2])) if match else None
+
+
+def parse_fragment_object(key: str) -> tuple[int, int, int] | None:
+    """(timeline, fragment, fragment version) of an object of an anchor, a delta or a state, or None."""
+    match = _FRAGMENT_OBJECT.fullmatch(key)
+    return (int(match[1]), int(match[2]), int(match[3])) if match else None
+
+
+def fragment_object_name(timeline_n: int, fragment: int, fragment_version: int) -> str:
+    """What the header of a delta or state shard says it is the shard of (format §5.9)."""
+    return f"t{_number(timeline_n, 6)}/{_number(fragment, 4)}/{_number(fragment_version, 20)}"

@@ -9,7 +9,9 @@ A layout is made once from a model, stored in ``run.json``, and compared with th
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 import torch
@@ -20,7 +22,7 @@ from ps_diloco.errors import LayoutError
 
 FRAGMENTS_MAX = 64
 ELEMENTS_MAX = 2**36
-WRAPPERS = ("module.", "_orig_mod.")
+WRAPPERS = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.")
 Role = Literal["parameter", "float_buffer", "int_buffer", "frozen"]
 Size = Annotated[int, Field(ge=0, le=ELEMENTS_MAX)]
 
@@ -33,7 +35,7 @@ class LayoutEntry(_Part):
     """One stored tensor: its place is ``[offset, offset + size)`` of its role's array in ``fragment``."""
 
     name: Annotated[str, Field(min_length=1, max_length=1000)]
-    shape: tuple[Size, ...]
+    shape: Annotated[tuple[Size, ...], Field(max_length=64)]
     dtype: Annotated[str, Field(max_length=20)]
     role: Role
     fragment: Annotated[int, Field(ge=0, lt=FRAGMENTS_MAX)]
@@ -86,6 +88,8 @@ class Layout(_Part):
                     raise ValueError(f"entries do not fill {array} of fragment {index}")
         if ends:
             raise ValueError("entry of a fragment that does not exist")
+        if not self.elements:
+            raise ValueError("there is no element to exchange")
         return self
 
     @property
@@ -123,36 +127,47 @@ def stored_tensors(model: nn.Module) -> dict[str, tuple[torch.Tensor, tuple[str,
     Raises :class:`LayoutError` for tensors that cannot be exchanged (partly overlapping storage, complex, meta, equal plain names).
     """
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    persistent = set(model.state_dict(keep_vars=True))
     found: dict[str, tuple[torch.Tensor, list[str], bool]] = {}
-    by_storage: dict[tuple[int, int, tuple[int, ...], tuple[int, ...]], str] = {}
-    owners: dict[int, str] = {}
-    named = [
-        *model.named_parameters(remove_duplicate=False),
-        *((name, buffer) for name, buffer in model.named_buffers(remove_duplicate=False) if name in persistent),
-    ]
+    by_storage: dict[tuple[object, ...], str] = {}
+    extents: dict[int, list[tuple[int, int, str]]] = {}
+    named = [*model.named_parameters(remove_duplicate=False), *_persistent_buffers(model)]
     for raw_name, tensor in named:
         name = plain_name(raw_name)
         if tensor.is_meta or tensor.is_complex() or tensor.layout is not torch.strided:
             raise LayoutError("a tensor of this kind cannot be exchanged", name=name, dtype=tensor.dtype, device=tensor.device)
         pointer = tensor.untyped_storage().data_ptr()
-        place = (pointer, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+        place = (pointer, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
         if tensor.numel() and place in by_storage:
             first, aliases, embedding = found[by_storage[place]]
-            aliases.append(name)
+            if name not in (by_storage[place], *aliases):
+                aliases.append(name)
             found[by_storage[place]] = (first, aliases, embedding or id(tensor) in embeddings)
             continue
         if name in found:
             raise LayoutError("two tensors have the same name once wrapper prefixes are removed", name=name)
-        if tensor.numel() and pointer in owners:
-            raise LayoutError("two tensors share only a part of their storage", name=name, other=owners[pointer])
         found[name] = (tensor, [], id(tensor) in embeddings)
         if tensor.numel():
             by_storage[place] = name
-            owners[pointer] = name
-    if not any(isinstance(tensor, nn.Parameter) and tensor.requires_grad for tensor, _, _ in found.values()):
+            reach = 1 + sum((int(length) - 1) * int(stride) for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            if reach < tensor.numel():
+                raise LayoutError("elements of a tensor share their storage", name=name)
+            start = tensor.storage_offset() * tensor.itemsize
+            extents.setdefault(pointer, []).append((int(start), int(start) + reach * tensor.itemsize, name))
+    for shared in extents.values():  # views that do not meet are fine: cuDNN keeps the weights of an LSTM in one storage
+        for (_, end, other), (start, _, name) in itertools.pairwise(sorted(shared)):
+            if start < end:
+                raise LayoutError("two tensors share only a part of their storage", name=name, other=other)
+    if not any(role_of(tensor) == "parameter" and tensor.numel() for tensor, _, _ in found.values()):
         raise LayoutError("the model has no trainable parameter")
     return {name: (tensor, tuple(aliases), embedding) for name, (tensor, aliases, embedding) in found.items()}
+
+
+def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Asked of the modules, not of ``state_dict``: wrappers rename its keys."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            if name not in module._non_persistent_buffers_set:
+                yield (f"{path}.{name}" if path else name), buffer
 
 
 def role_of(tensor: torch.Tensor) -> Role:
@@ -170,7 +185,7 @@ def build_layout(model: nn.Module, num_fragments: int = 1) -> Layout:
     model's order. Raises :class:`LayoutError` if there are more fragments than trainable tensors.
     """
     tensors = stored_tensors(model)
-    trainable = [name for name, (tensor, _, _) in tensors.items() if role_of(tensor) == "parameter"]
+    trainable = [name for name, (tensor, _, _) in tensors.items() if role_of(tensor) == "parameter" and tensor.numel()]
     if not 1 <= num_fragments <= min(len(trainable), FRAGMENTS_MAX):
         raise LayoutError(
             "num_fragments is at least 1 and at most the number of trainable tensors and 64",
@@ -180,7 +195,10 @@ def build_layout(model: nn.Module, num_fragments: int = 1) -> Layout:
     fragment_of: dict[str, int] = {}
     loads = [0] * num_fragments
     counts = [0] * num_fragments
-    by_role = {role: [n for n, (t, _, _) in tensors.items() if role_of(t) == role] for role in ("parameter", "float_buffer", "int_buffer", "frozen")}
+    by_role = {
+        role: [n for n, (t, _, _) in tensors.items() if role_of(t) == role]
+        for role in ("parameter", "float_buffer", "int_buffer", "frozen")
+    }
     for names in by_role.values():
         for name in sorted(names, key=lambda name: -tensors[name][0].numel()):
             lightest = min(range(num_fragments), key=lambda index: (loads[index], counts[index], index))

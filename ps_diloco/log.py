@@ -48,7 +48,9 @@ class Log:
             return None
         manifest = decode(Manifest, body, key=key, run_id=self.run_id, max_bytes=MANIFEST_BYTES_MAX)
         if (manifest.timeline, manifest.version) != (timeline, version):
-            raise IntegrityError("a manifest stands under another number's key", key=key, timeline=manifest.timeline, version=manifest.version)
+            raise IntegrityError(
+                "a manifest stands under another number's key", key=key, timeline=manifest.timeline, version=manifest.version
+            )
         return Stored(manifest, sha256_of(body))
 
     def timeline(self, n: int) -> Timeline | None:
@@ -73,15 +75,16 @@ class Log:
         return newest
 
     def find_head(self, known: Stored[Manifest] | None = None, *, hint: bool = True) -> Stored[Manifest]:
-        """The newest manifest of the newest timeline, searched upwards from ``known`` (or a hint, or the timeline's first version).
+        """The newest manifest, searched upwards from ``known`` (or a hint, or the timeline's first version).
 
-        One GET when ``known`` is the head; about 2 log2(distance) otherwise. A timeline that has no manifest yet has its parent as head.
+        With ``known`` only its own timeline is searched: one GET when it is the head, about 2 log2(distance) otherwise. Without, the newest timeline is
+        found first, whatever the hint says (I9); a timeline that has no manifest yet has its parent as head.
         """
-        if known is None and hint:
-            known = self.read_hint()
-        timeline = self.newest_timeline(known.record.timeline if known else 0) if known is None else None
         if known is None:
-            assert timeline is not None
+            hinted = self.read_hint() if hint else None
+            timeline = self.newest_timeline(hinted.record.timeline if hinted else 0)
+            if hinted is not None and hinted.record.timeline == timeline.timeline:
+                return self._climb(hinted)
             known = self.read(timeline.timeline, timeline.first_version)
             if known is None and timeline.parent is not None:
                 known = self.read(timeline.parent.timeline, timeline.parent.version)
@@ -90,7 +93,9 @@ class Log:
                 if known is not None:
                     return known
             if known is None:
-                raise RunNotFound("the run has no version 0; its creation was not finished", url=self.store.url, remedy="run the same init again")
+                raise RunNotFound(
+                    "the run has no version 0; its creation was not finished", url=self.store.url, remedy="run the same init again"
+                )
         return self._climb(known)
 
     def _climb(self, low: Stored[Manifest]) -> Stored[Manifest]:
@@ -119,9 +124,18 @@ class Log:
 
     def read_hint(self) -> Stored[Manifest] | None:
         """The manifest that ``head.json`` names, if hint and manifest agree; None for any hint that is absent, stale beyond use, or garbage."""
+        return self._hinted(after=(-1, -1))
+
+    def read_hint_after(self, known: Stored[Manifest]) -> Stored[Manifest] | None:
+        """Like :meth:`read_hint`, but only if it names something newer than ``known``: one GET when it does not."""
+        return self._hinted(after=(known.record.timeline, known.record.version))
+
+    def _hinted(self, *, after: tuple[int, int]) -> Stored[Manifest] | None:
         try:
-            hint = decode(Head, self.store.get(HINT_KEY, max_bytes=HINT_BYTES_MAX), key=HINT_KEY, run_id=self.run_id, max_bytes=HINT_BYTES_MAX)
-            named = self.read(hint.timeline, hint.version)
+            hint = decode(
+                Head, self.store.get(HINT_KEY, max_bytes=HINT_BYTES_MAX), key=HINT_KEY, run_id=self.run_id, max_bytes=HINT_BYTES_MAX
+            )
+            named = self.read(hint.timeline, hint.version) if (hint.timeline, hint.version) > after else None
         except (NotFound, FormatError):
             return None  # a hint is a guess: whoever asked goes on without it (I9)
         return named if named is not None and named.sha256 == hint.sha256 else None

@@ -4,7 +4,9 @@
 
     weighing = weigh(candidates, fragment_version=7, rounds=entry.rounds, weights=entry.weights, settings=settings)
     merging = FragmentMerge(size)
-    for coefficient, share, delta in ...: merging.add(coefficient, share, delta)      # in merge order
+    for ... in zip(weighing.candidates, weighing.coefficients, weighing.shares):      # in merge order
+        merging.add_params(coefficient, delta_F)
+        merging.add_buffers(share, floats_B, ints_I)
     gradient_F = merging.gradient                                                     # descends
 """
 
@@ -13,7 +15,7 @@ from __future__ import annotations
 import math
 import statistics
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -71,11 +73,14 @@ def weigh(
     rounds: Mapping[str, Round],
     weights: Sequence[float],
     settings: MergeSettings,
+    awaited: int = 0,
 ) -> Weighing:
     """Weights, mass and coefficients of contributions to merge into one outer step of a fragment that stands at ``fragment_version``.
 
     w = min(tokens^2 / steps, cap x recent median) (Decoupled DiLoCo, capped); the staleness factor (1 + s)^-p stands in the numerator only; the mass
-    a = min(1, tokens / R) keeps n steps of one contribution equal to one step of n (format §6.2).
+    a = min(1, tokens / R) keeps n steps of one contribution equal to one step of n (format §6.2). ``awaited``: units that are listed but have not been merged
+    into this fragment yet; in its first ``round_window`` steps R counts each of them like the mean of those present, else a run's first round would be taken
+    once per arrival at full length.
     """
     ordered = tuple(sorted(candidates, key=merge_order))
     raw = [c.tokens**2 / c.steps for c in ordered]
@@ -83,7 +88,7 @@ def weigh(
     capped = [min(w, ceiling) for w in raw]
     total = math.fsum(capped)
     tokens = sum(c.tokens for c in ordered)
-    round_tokens = float(settings.round_tokens or _round_tokens(ordered, fragment_version, rounds, settings.round_window))
+    round_tokens = float(settings.round_tokens or _round_tokens(ordered, fragment_version, rounds, settings.round_window, awaited))
     mass = min(1.0, tokens / round_tokens)
     shares = [w / total for w in capped]
     return Weighing(
@@ -98,17 +103,26 @@ def weigh(
     )
 
 
-def mass_of(candidates: Sequence[Candidate], *, fragment_version: int, rounds: Mapping[str, Round], settings: MergeSettings) -> float:
+def mass_of(
+    candidates: Sequence[Candidate], *, fragment_version: int, rounds: Mapping[str, Round], settings: MergeSettings, awaited: int = 0
+) -> float:
     """The mass a that merging ``candidates`` would have; 0 for none."""
     if not candidates:
         return 0.0
-    return weigh(candidates, fragment_version=fragment_version, rounds=rounds, weights=(), settings=settings).mass
+    return weigh(candidates, fragment_version=fragment_version, rounds=rounds, weights=(), settings=settings, awaited=awaited).mass
 
 
-def _round_tokens(candidates: Sequence[Candidate], fragment_version: int, rounds: Mapping[str, Round], window: int) -> int:
+def awaited_units(candidates: Sequence[Candidate], listed: Iterable[str], rounds: Mapping[str, Round]) -> int:
+    """Listed units that neither take part now nor ever did in this fragment."""
+    return len(set(listed) - set(rounds) - {c.id.unit for c in candidates})
+
+
+def _round_tokens(candidates: Sequence[Candidate], fragment_version: int, rounds: Mapping[str, Round], window: int, awaited: int) -> float:
     last = {unit: r.tokens for unit, r in rounds.items() if r.fragment_version > fragment_version - window}
     last.update({c.id.unit: c.tokens for c in candidates})
-    return sum(last.values())
+    present = [c.tokens for c in candidates]
+    expected = awaited * math.fsum(present) / len(present) if fragment_version < window else 0.0
+    return sum(last.values()) + expected
 
 
 class FragmentMerge:
@@ -142,13 +156,16 @@ def sum_squares(values_F: torch.Tensor, entries: Sequence[LayoutEntry]) -> tuple
     """Float64 sum of squares of each parameter entry of a fragment, over fixed blocks of 2^20 elements (format §5.6)."""
     sums = []
     for entry in entries:
-        parts = [block.to(torch.float64).square_().sum().item() for block in values_F[entry.offset : entry.offset + entry.size].split(NORM_BLOCK)]
-        sums.append(math.fsum(parts))
+        end = entry.offset + entry.size
+        blocks = (values_F[start : min(start + NORM_BLOCK, end)] for start in range(entry.offset, end, NORM_BLOCK))
+        sums.append(math.fsum(block.to(torch.float64).square_().sum().item() for block in blocks))
     return tuple(sums)
 
 
 def check_sum_squares(found: Sequence[float], stated: Sequence[float], entries: Sequence[LayoutEntry]) -> None:
     """Raise :class:`IntegrityError` naming the first tensor whose stated sum of squares is not the decoded one."""
+    if len(stated) != len(entries):
+        raise IntegrityError("there is not one sum of squares for each tensor", stated=len(stated), tensors=len(entries))
     for entry, mine, theirs in zip(entries, found, stated, strict=True):
-        if abs(mine - theirs) > 1e-6 * max(abs(mine), abs(theirs)) + 1e-300:
+        if not (math.isfinite(mine) and abs(mine - theirs) <= 1e-6 * max(abs(mine), abs(theirs)) + 1e-300):
             raise IntegrityError("stated sum of squares is not that of the values", tensor=entry.name, stated=theirs, found=mine)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from dataclasses import dataclass
 from typing import Annotated, Any, Generic, Literal, TypeVar
@@ -54,7 +55,10 @@ _EXACT = re.compile(r"-?0x[01]\.[0-9a-f]{1,13}p[+-][0-9]{1,4}")
 
 def _parse_exact(value: object, info: ValidationInfo) -> object:
     if isinstance(value, str) and _EXACT.fullmatch(value):
-        return float.fromhex(value)
+        try:
+            return float.fromhex(value)
+        except OverflowError as error:
+            raise ValueError("exact number is too large for a float64") from error
     if info.mode == "json":
         raise ValueError("exact numbers are hexadecimal float text")
     return value
@@ -76,7 +80,18 @@ Positive = Annotated[int, Field(ge=1, le=COUNT_MAX)]
 Number6 = Annotated[int, Field(ge=0, le=999_999)]
 Text = Annotated[str, Field(max_length=2000)]
 Key = Annotated[str, _pattern(re.compile(r"[A-Za-z0-9_=-][A-Za-z0-9._=-]*(/[A-Za-z0-9_=-][A-Za-z0-9._=-]*)*")), Field(max_length=1000)]
-ContributionName = Annotated[str, AfterValidator(lambda text: str(ContributionId.parse(text)))]
+DecimalText = Annotated[str, _pattern(re.compile(r"0|[1-9][0-9]{0,19}"))]
+"""A number as the key of a JSON object."""
+
+
+def _contribution_name(text: str) -> str:
+    try:
+        return str(ContributionId.parse(text))
+    except FormatError as error:
+        raise ValueError(error.rule) from None
+
+
+ContributionName = Annotated[str, AfterValidator(_contribution_name)]
 
 
 class Part(BaseModel):
@@ -305,8 +320,8 @@ class UnitEntry(Part):
     region: UnitName
     first: Count
     outcomes: Annotated[str, _pattern(re.compile(r"[.msxcanobkq]{0,128}"))]
-    tries: dict[str, Positive]
-    bases: dict[str, Count]
+    tries: dict[DecimalText, Positive]
+    bases: dict[DecimalText, Count]
     tokens: Count
     merged: Count
     refused: Count
@@ -416,7 +431,7 @@ def decode(kind: type[R], body: bytes, *, key: str, run_id: str | None = None, m
     if len(body) > max_bytes:
         raise LimitExceeded("object is larger than the format allows", key=key, size=len(body), limit=max_bytes)
     try:
-        values = json.loads(body, object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
+        values = json.loads(body, object_pairs_hook=_no_duplicates, parse_constant=_no_constant, parse_float=_finite)
     except (ValueError, RecursionError) as error:
         raise FormatError("object is not strict JSON", key=key, cause=str(error)[:200] or type(error).__name__) from None
     if not isinstance(values, dict):
@@ -429,12 +444,17 @@ def decode(kind: type[R], body: bytes, *, key: str, run_id: str | None = None, m
             known=FORMAT,
             remedy="upgrade ps-diloco",
         )
+    if values.get("kind") != kind.model_fields["kind"].default:
+        expected = kind.model_fields["kind"].default
+        raise FormatError("object is of another kind", key=key, kind=repr(values.get("kind", "none"))[:40], expected=expected)
     try:
         record = kind.model_validate_json(body)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(str(step) for step in first["loc"])[:200]
-        raise FormatError("object does not follow the format", key=key, field=where or "-", value=repr(first["input"])[:80], rule=first["msg"]) from None
+        raise FormatError(
+            "object does not follow the format", key=key, field=where or "-", value=repr(first["input"])[:80], rule=first["msg"]
+        ) from None
     if run_id is not None and record.run_id != run_id:
         raise IntegrityError("object belongs to another run", key=key, run_id=record.run_id, expected=run_id)
     return record
@@ -445,6 +465,13 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(values) != len(pairs):
         raise ValueError("duplicate key")
     return values
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError("number is too large for a float64")
+    return value
 
 
 def _no_constant(text: str) -> float:

@@ -16,7 +16,7 @@ from torch import nn
 
 from ps_diloco import __version__, keys
 from ps_diloco.binding import ModelBinding
-from ps_diloco.checkpoint import write_anchor
+from ps_diloco.checkpoint import Place, write_anchor
 from ps_diloco.config import CreateSettings, RunSettings
 from ps_diloco.env import Env
 from ps_diloco.errors import FormatError, IntegrityError, LayoutError, NotFound, RunExists, RunNotFound
@@ -27,7 +27,6 @@ from ps_diloco.records import (
     Config,
     Fingerprint,
     FragmentEntry,
-    Head,
     Manifest,
     Record,
     Run,
@@ -67,6 +66,13 @@ class OpenRun:
         """Settings number ``n``. Does I/O."""
         key = keys.config(n)
         return decode(Config, self.store.get(key, max_bytes=1 << 20), key=key, run_id=self.run_id).settings
+
+    def config_if_any(self, n: int) -> RunSettings | None:
+        """Settings number ``n``, or None if there are none yet. Does I/O."""
+        try:
+            return self.config(n)
+        except NotFound:
+            return None
 
 
 def open_run(store: Store, env: Env) -> OpenRun:
@@ -124,7 +130,9 @@ def create_run(
         store,
         env,
         keys.config(0),
-        Config(run_id=run.run_id, n=0, attempt=env.entropy.attempt_id(), reason="created", created_at=env.clock.wall_text(), settings=settings),
+        Config(
+            run_id=run.run_id, n=0, attempt=env.entropy.attempt_id(), reason="created", created_at=env.clock.wall_text(), settings=settings
+        ),
     )
     _claim_or_read(
         store,
@@ -156,9 +164,11 @@ def _version_zero(run: OpenRun, model: nn.Module) -> Manifest:
         value = binding.snapshot(fragment)
         if not (torch.isfinite(value.params).all() and torch.isfinite(value.floats).all() and torch.isfinite(value.frozen).all()):
             raise LayoutError("the model has values that are not finite", fragment=fragment)
-        anchor = write_anchor(run.store, run.env, run.record, timeline=0, fragment=fragment, fragment_version=0, value=value)
+        anchor = write_anchor(run, Place(timeline=0, fragment=fragment, fragment_version=0), value)
         entries.append(
-            FragmentEntry(fragment_version=0, sha256=value.sha256(), anchor=anchor, deltas=(), state=None, tokens=0.0, rounds={}, weights=())
+            FragmentEntry(
+                fragment_version=0, sha256=value.sha256(), anchor=anchor, deltas=(), state=None, tokens=0.0, rounds={}, weights=()
+            )
         )
     return Manifest(
         run_id=run.run_id,
@@ -197,7 +207,6 @@ def _claim_or_read(store: Store, env: Env, key: str, record: R, max_bytes: int =
     try:
         return decode(type(record), claim.body, key=key, max_bytes=max_bytes)
     except FormatError as error:
-        raise RunExists("something that is not a run stands at this URL", url=store.url, key=key, cause=error, remedy="choose another URL") from None
-
-
-__all__ = ["Head", "OpenRun", "create_run", "fingerprint", "open_run"]
+        raise RunExists(
+            "something that is not a run stands at this URL", url=store.url, key=key, cause=error, remedy="choose another URL"
+        ) from None

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ps_diloco import keys
 from ps_diloco.env import Backoff, Env
 from ps_diloco.errors import AlreadyExists, NotFound, Unavailable, UnsupportedStore
-from ps_diloco import keys
 from ps_diloco.store.base import Store
 
 TRIES_MAX = 8

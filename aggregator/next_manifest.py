@@ -1,0 +1,238 @@
+"""From a head and what a pass decided to the next manifest (format §5.7). Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from aggregator.admit import Admitted, Refusal
+from ps_diloco.ids import ContributionId
+from ps_diloco.layout import Layout
+from ps_diloco.merge import Weighing
+from ps_diloco.progress import fragment_share
+from ps_diloco.records import (
+    OUTCOME_CHAR,
+    Closed,
+    Contribution,
+    Fingerprint,
+    FragmentEntry,
+    Incarnation,
+    Manifest,
+    Merged,
+    Parent,
+    Refused,
+    Round,
+    Step,
+    Stored,
+    UnitEntry,
+)
+
+OUTCOMES_KEPT = 64
+WEIGHTS_KEPT = 32
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stepped:
+    """Result of one fragment's outer step. ``before`` and ``after``: its entry in the head and in the next manifest."""
+
+    fragment: int
+    before: FragmentEntry
+    after: FragmentEntry
+    closed: Closed
+    weighing: Weighing
+    members: tuple[Admitted, ...]
+    gradient_norm: float
+    update_norm: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refusing:
+    """A refusal and the record that it is about, None if there is no readable one."""
+
+    refusal: Refusal
+    record: Contribution | None
+
+    @property
+    def tokens(self) -> int:
+        return self.record.tokens if self.record else 0
+
+
+@dataclass(kw_only=True)
+class Draft:
+    """All that one pass wants to commit. Empty: there is nothing to commit."""
+
+    config: int
+    final: bool = False
+    stepped: list[Stepped] = field(default_factory=list)
+    refused: dict[ContributionId, Refusing] = field(default_factory=dict)
+    tries: dict[ContributionId, int] = field(default_factory=dict)
+    listed: dict[str, Incarnation] = field(default_factory=dict)
+
+    @property
+    def decided(self) -> set[ContributionId]:
+        return {a.candidate.id for stepped in self.stepped for a in stepped.members} | set(self.refused)
+
+    def keep_order(self, undecided: Sequence[tuple[ContributionId, int | None]]) -> None:
+        """Withdraw refusals that would overtake an earlier contribution of the same unit and fragment which stays undecided (I5).
+
+        ``undecided``: all that is known, with its fragment (None: unreadable, so it waits for everything before it).
+        """
+        decided = self.decided
+        waiting: dict[str, set[int | None]] = {}
+        for contribution, fragment in sorted(undecided, key=lambda pair: pair[0]):
+            blocked = waiting.setdefault(contribution.unit, set())
+            overtakes = bool(blocked) if fragment is None else fragment in blocked or None in blocked
+            if contribution not in decided or (overtakes and contribution in self.refused):
+                self.refused.pop(contribution, None)
+                blocked.add(fragment)
+
+    def worth_committing(self, head: Manifest) -> bool:
+        return bool(self.stepped or self.refused or self.tries or self.listed or self.final or self.config != head.config)
+
+    def fits(self, head: Manifest) -> bool:
+        """Whether another process's new head left everything untouched that this draft is about."""
+        if head.final or any(head.fragments[s.fragment] != s.before for s in self.stepped):
+            return False
+        for contribution in self.decided | set(self.tries):
+            entry = head.units.get(contribution.unit)
+            if entry is None or entry.incarnation != contribution.incarnation or entry.outcome(contribution.seq) is not None:
+                return False
+        return all(unit not in head.units or head.units[unit].incarnation < record.incarnation for unit, record in self.listed.items())
+
+
+def rounds_after(before: FragmentEntry, weighing: Weighing, window: int) -> dict[str, Round]:
+    """Per unit its last merged contribution, as far as the window reaches back."""
+    version = before.fragment_version + 1
+    rounds = {unit: last for unit, last in before.rounds.items() if last.fragment_version > version - window}
+    rounds.update({c.id.unit: Round(tokens=c.tokens, fragment_version=version) for c in weighing.candidates})
+    return rounds
+
+
+def weights_after(before: FragmentEntry, weighing: Weighing) -> tuple[float, ...]:
+    return (*before.weights, *weighing.weights)[-WEIGHTS_KEPT:]
+
+
+def next_manifest(
+    head: Stored[Manifest], draft: Draft, layout: Layout, *, attempt: str, created_at: str, fingerprint: Fingerprint
+) -> Manifest:
+    """The manifest that follows ``head`` with all that ``draft`` decided."""
+    old = head.record
+    fragments = list(old.fragments)
+    tokens = old.tokens
+    for stepped in draft.stepped:
+        fragments[stepped.fragment] = stepped.after
+        tokens += fragment_share(layout, stepped.fragment) * sum(a.record.tokens for a in stepped.members)
+    return Manifest(
+        run_id=old.run_id,
+        timeline=old.timeline,
+        version=old.version + 1,
+        attempt=attempt,
+        created_at=created_at,
+        parent=Parent(timeline=old.timeline, version=old.version, sha256=head.sha256),
+        config=draft.config,
+        final=draft.final,
+        fingerprint=fingerprint,
+        tokens=tokens,
+        fragments=tuple(fragments),
+        steps=tuple(_step(stepped) for stepped in draft.stepped),
+        refused=tuple(
+            Refused(
+                contribution=str(contribution),
+                fragment=refusing.record.fragment if refusing.record else None,
+                tokens=refusing.tokens,
+                reason=refusing.refusal.reason,
+                detail=refusing.refusal.detail,
+            )
+            for contribution, refusing in sorted(draft.refused.items())
+        ),
+        units=_units(old, draft),
+    )
+
+
+def _step(stepped: Stepped) -> Step:
+    by_id = {a.candidate.id: a for a in stepped.members}
+    weighing = stepped.weighing
+    return Step(
+        fragment=stepped.fragment,
+        to=stepped.after.fragment_version,
+        closed=stepped.closed,
+        mass=weighing.mass,
+        round_tokens=weighing.round_tokens,
+        merged=tuple(
+            Merged(
+                contribution=str(candidate.id),
+                record=by_id[candidate.id].sha256,
+                tokens=candidate.tokens,
+                steps=candidate.steps,
+                base=by_id[candidate.id].record.base.fragment_version,
+                staleness=candidate.staleness,
+                weight=weight,
+                coefficient=coefficient,
+            )
+            for candidate, weight, coefficient in zip(weighing.candidates, weighing.weights, weighing.coefficients, strict=True)
+        ),
+        gradient_norm=stepped.gradient_norm,
+        update_norm=stepped.update_norm,
+    )
+
+
+def _units(old: Manifest, draft: Draft) -> dict[str, UnitEntry]:
+    units = dict(old.units)
+    for unit, entry in old.units.items():
+        merged = {a.candidate.id.seq: a for stepped in draft.stepped for a in stepped.members if a.candidate.id.unit == unit}
+        refused = {c.seq: refusing for c, refusing in draft.refused.items() if c.unit == unit}
+        tries = {c.seq: count for c, count in draft.tries.items() if c.unit == unit}
+        if merged or refused or tries:
+            units[unit] = _receipts(entry, merged, refused, tries)
+    for unit, incarnation in draft.listed.items():
+        units[unit] = _listed(units.get(unit), incarnation)
+    return units
+
+
+def _receipts(
+    entry: UnitEntry,
+    merged: Mapping[int, Admitted],
+    refused: Mapping[int, Refusing],
+    tries: Mapping[int, int],
+) -> UnitEntry:
+    chars = dict.fromkeys(merged, OUTCOME_CHAR["merged"]) | {seq: OUTCOME_CHAR[r.refusal.reason] for seq, r in refused.items()}
+    records = {seq: a.record for seq, a in merged.items()} | {seq: r.record for seq, r in refused.items() if r.record is not None}
+    outcomes, bases = list(entry.outcomes), dict(entry.bases)
+    for seq in sorted(chars):
+        outcomes.extend("." * (seq - entry.first + 1 - len(outcomes)))
+        outcomes[seq - entry.first] = chars[seq]
+        if seq in records:
+            bases[str(records[seq].fragment)] = records[seq].base.fragment_version
+    text = "".join(outcomes)
+    leading = text.find(".") if "." in text else len(text)
+    dropped = max(0, leading - OUTCOMES_KEPT)
+    return UnitEntry(
+        incarnation=entry.incarnation,
+        region=entry.region,
+        first=entry.first + dropped,
+        outcomes=text[dropped:],
+        tries={
+            seq: count for seq, count in (entry.tries | {str(seq): count for seq, count in tries.items()}).items() if int(seq) not in chars
+        },
+        bases=bases,
+        tokens=entry.tokens + sum(a.record.tokens for a in merged.values()),
+        merged=entry.merged + len(merged),
+        refused=entry.refused + len(refused),
+        lost=entry.lost + sum(refusing.tokens for refusing in refused.values()),
+    )
+
+
+def _listed(entry: UnitEntry | None, incarnation: Incarnation) -> UnitEntry:
+    """Receipts of an incarnation that is listed from now on; the totals of its unit go on."""
+    return UnitEntry(
+        incarnation=incarnation.incarnation,
+        region=incarnation.region,
+        first=0,
+        outcomes="",
+        tries={},
+        bases=entry.bases if entry else {},
+        tokens=entry.tokens if entry else 0,
+        merged=entry.merged if entry else 0,
+        refused=entry.refused if entry else 0,
+        lost=entry.lost if entry else 0,
+    )

@@ -1,0 +1,239 @@
+"""The shard container (format §5.9): a bounded, self-describing object of named, chunked, compressed vectors.
+
+Writing::
+
+    params = encode_section("params", "int4", x_F, decoded=q_F)     # q_F receives decode(encode(x_F))
+    data = encode_shard([params], kind="contribution", run_id=run_id, of=str(contribution), fragment=3)
+
+Reading bytes that nobody trusts::
+
+    shard = ShardReader(data, kind="contribution", run_id=run_id, of=str(contribution), fragment=3,
+                        expected={"params": (elements, PUSH_CODECS)})
+    for start, values in shard.chunks("params"): ...
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import google_crc32c
+import torch
+from pydantic import Field, ValidationError
+
+from ps_diloco.codecs import CODECS, Codec
+from ps_diloco.errors import FormatError, IntegrityError, LimitExceeded, UnknownFormat
+from ps_diloco.records import FORMAT, Count, Number6, Part, RunId, Text
+from ps_diloco.zstd import compress, decompress
+
+MAGIC = b"PSDSHRD0"
+HEADER_BYTES_MAX = 1 << 20
+CHUNK = 1 << 22
+SLACK = 64 << 10
+FIXED = struct.Struct("<8sII")
+FLOAT_CODECS = frozenset({"none", "bf16", "int8", "int4"})
+EXACT = frozenset({"none"})
+INTEGER = frozenset({"int64"})
+Kind = Literal["contribution", "delta", "state"]
+
+
+class SectionHeader(Part):
+    name: Annotated[str, Field(max_length=40)]
+    codec: Annotated[str, Field(max_length=40)]
+    elements: Count
+    chunks: tuple[tuple[Count, Count], ...]
+
+
+class Header(Part):
+    format: int
+    kind: Kind
+    run_id: RunId
+    of: Text
+    fragment: Number6
+    slices: tuple[tuple[Count, Count, Count], ...] | None
+    sections: Annotated[tuple[SectionHeader, ...], Field(max_length=8)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """An encoded vector: one zstd frame per chunk."""
+
+    name: str
+    codec: str
+    elements: int
+    frames: tuple[bytes, ...]
+
+    @property
+    def size(self) -> int:
+        return sum(len(frame) for frame in self.frames)
+
+
+def encode_section(name: str, codec: str, values: torch.Tensor, *, decoded: torch.Tensor | None = None) -> Section:
+    """Encode a flat vector chunk by chunk; ``decoded``, if given, receives what a reader will get (error feedback needs it).
+
+    Raises :class:`NonFinite` if a value is NaN or infinite. Memory beyond the result is a few chunks.
+    """
+    coder = CODECS[codec]
+    frames = []
+    for start in range(0, values.numel(), CHUNK):
+        chunk = values[start : start + CHUNK]
+        raw = coder.encode(chunk)
+        if decoded is not None:
+            decoded[start : start + CHUNK] = coder.decode(raw, chunk.numel())
+        frames.append(compress(raw))
+    return Section(name=name, codec=codec, elements=values.numel(), frames=tuple(frames))
+
+
+def decode_section(section: Section) -> torch.Tensor:
+    """What a reader will get from a section that this process encoded, as a new tensor."""
+    coder = CODECS[section.codec]
+    values = torch.empty(section.elements, dtype=coder.dtype)
+    for start, frame in zip(range(0, section.elements, CHUNK), section.frames, strict=True):
+        count = min(CHUNK, section.elements - start)
+        values[start : start + count] = coder.decode(decompress(frame, coder.raw_bytes(count), of=section.name), count)
+    return values
+
+
+def encode_shard(sections: Sequence[Section], *, kind: Kind, run_id: str, of: str, fragment: int) -> bytes:
+    """The bytes of a shard that holds ``sections`` in this order, whole fragment."""
+    header = Header(
+        format=FORMAT,
+        kind=kind,
+        run_id=run_id,
+        of=of,
+        fragment=fragment,
+        slices=None,
+        sections=tuple(
+            SectionHeader(
+                name=section.name,
+                codec=section.codec,
+                elements=section.elements,
+                chunks=tuple((len(frame), google_crc32c.value(frame)) for frame in section.frames),
+            )
+            for section in sections
+        ),
+    )
+    text = json.dumps(header.model_dump(mode="json"), sort_keys=True, separators=(",", ":")).encode()
+    if len(text) > HEADER_BYTES_MAX:
+        raise LimitExceeded("shard header would be larger than the format allows", size=len(text), limit=HEADER_BYTES_MAX)
+    return b"".join(
+        [FIXED.pack(MAGIC, len(text), google_crc32c.value(text)), text, *(frame for section in sections for frame in section.frames)]
+    )
+
+
+def section_bytes_max(codec: Codec, elements: int) -> int:
+    return codec.raw_bytes(elements) * 101 // 100 + SLACK
+
+
+Expected = Mapping[str, tuple[int, frozenset[str]]]
+"""Section name -> (elements, codecs allowed). A reader knows all of it from the layout."""
+
+
+def shard_bytes_max(expected: Expected) -> int:
+    """Largest size of a shard with these sections: what a reader fetches at most."""
+    return (
+        FIXED.size
+        + HEADER_BYTES_MAX
+        + sum(max(section_bytes_max(CODECS[name], elements) for name in codecs) for elements, codecs in expected.values())
+    )
+
+
+class ShardReader:
+    """Checks a shard's framing on construction and its chunks while they are read. Holds only the object's own bytes.
+
+    Raises :class:`FormatError` (or :class:`UnknownFormat`, :class:`LimitExceeded`, :class:`IntegrityError`, :class:`NonFinite`); never allocates by a
+    number that was read from the object before it was compared with what the layout says.
+    """
+
+    def __init__(self, data: bytes, *, kind: Kind, run_id: str, of: str, fragment: int, expected: Expected) -> None:
+        self._data = memoryview(data)
+        if len(data) > shard_bytes_max(expected):
+            raise LimitExceeded("shard is larger than its content can need", of=of, size=len(data), limit=shard_bytes_max(expected))
+        self._header = header = _parse_header(self._data, of)
+        stated = {"kind": header.kind, "run_id": header.run_id, "of": header.of, "fragment": header.fragment, "slices": header.slices}
+        wanted = {"kind": kind, "run_id": run_id, "of": of, "fragment": fragment, "slices": None}
+        for name, value in wanted.items():
+            if stated[name] != value:
+                raise FormatError(
+                    "shard is not the one that was asked for", of=of, field=name, found=repr(stated[name])[:120], expected=repr(value)
+                )
+        if [section.name for section in header.sections] != list(expected):
+            raise FormatError(
+                "shard does not hold the expected sections", of=of, found=[s.name for s in header.sections], expected=list(expected)
+            )
+        self._places: dict[str, tuple[SectionHeader, int]] = {}
+        position = FIXED.size + struct.unpack_from("<I", data, 8)[0]
+        for section in header.sections:
+            elements, codecs = expected[section.name]
+            if section.elements != elements:
+                raise FormatError(
+                    "section has another length than the layout says",
+                    of=of,
+                    section=section.name,
+                    elements=section.elements,
+                    expected=elements,
+                )
+            if section.codec not in codecs:
+                raise FormatError(
+                    "codec is not known or not allowed here", of=of, section=section.name, codec=section.codec, known=sorted(codecs)
+                )
+            if len(section.chunks) != -(-elements // CHUNK):
+                raise FormatError("section has a wrong number of chunks", of=of, section=section.name, chunks=len(section.chunks))
+            self._places[section.name] = (section, position)
+            stored = sum(size for size, _ in section.chunks)
+            if stored > section_bytes_max(CODECS[section.codec], elements):
+                raise LimitExceeded("section is larger than its content can need", of=of, section=section.name, size=stored)
+            position += stored
+        if position != len(data):
+            raise IntegrityError("stored sizes do not add up to the object", of=of, size=len(data), stated=position)
+
+    def codec(self, section: str) -> str:
+        return self._places[section][0].codec
+
+    def chunks(self, section: str) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield (start, decoded values) per chunk, in order."""
+        header, position = self._places[section]
+        codec, start = CODECS[header.codec], 0
+        for size, crc in header.chunks:
+            frame = self._data[position : position + size]
+            count = min(CHUNK, header.elements - start)
+            if google_crc32c.value(bytes(frame)) != crc:
+                raise IntegrityError("chunk does not have the stated checksum", of=self._header.of, section=section, start=start)
+            yield start, codec.decode(decompress(frame, codec.raw_bytes(count), of=self._header.of), count)
+            position, start = position + size, start + count
+
+    def read(self, section: str) -> torch.Tensor:
+        """All values of a section as one new tensor."""
+        header, _ = self._places[section]
+        values = torch.empty(header.elements, dtype=CODECS[header.codec].dtype)
+        for start, chunk in self.chunks(section):
+            values[start : start + chunk.numel()] = chunk
+        return values
+
+
+def _parse_header(data: memoryview, of: str) -> Header:
+    if len(data) < FIXED.size or bytes(data[:8]) != MAGIC:
+        raise FormatError("object is not a shard", of=of, size=len(data), begins=bytes(data[:8]).hex())
+    _, length, crc = FIXED.unpack_from(data)
+    if length > HEADER_BYTES_MAX:
+        raise LimitExceeded("shard header is larger than the format allows", of=of, size=length, limit=HEADER_BYTES_MAX)
+    text = bytes(data[FIXED.size : FIXED.size + length])
+    if len(text) != length or google_crc32c.value(text) != crc:
+        raise IntegrityError("shard header is cut off or does not have the stated checksum", of=of, size=len(text), stated=length)
+    try:
+        values = json.loads(text)
+        if not isinstance(values, dict) or values.get("format") != FORMAT:
+            raise UnknownFormat(
+                "shard has a format number that this version does not read", of=of, known=FORMAT, remedy="upgrade ps-diloco"
+            )
+        return Header.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise FormatError(
+            "shard header does not follow the format", of=of, field=".".join(map(str, first["loc"]))[:200], rule=first["msg"]
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise FormatError("shard header is not JSON", of=of, cause=str(error)[:120]) from None

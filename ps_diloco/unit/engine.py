@@ -1,0 +1,250 @@
+"""The background half of a unit: one thread that owns the state of every fragment and takes events in order.
+
+::
+
+    training thread --- Cut, Adopted, Save, Restart ---> engine --- Pending ---> outbox --> bucket
+                    <--- Correction (one per fragment) --        <--- News ----- puller <-- bucket
+
+Nothing here touches the network; everything heavy (encoding, corrections) happens here and not on the training thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from ps_diloco.config import RunSettings
+from ps_diloco.errors import Fenced, InvariantViolation
+from ps_diloco.fragment import FragmentValue
+from ps_diloco.layout import Layout
+from ps_diloco.records import UNDECIDED_MAX
+from ps_diloco.unit.outbox import Identity, Outbox
+from ps_diloco.unit.puller import News
+from ps_diloco.unit.state import UNDECIDED_PER_FRAGMENT, Account, Correction, FragmentState
+
+log = logging.getLogger("ps_diloco.unit")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """A snapshot of a fragment, with what was done since its previous cut."""
+
+    fragment: int
+    snapshot: FragmentValue
+    tokens: int
+    steps: int
+    inner_steps: int
+    loss: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adopted:
+    """The training thread applied a correction; for a replacement, what it replaced."""
+
+    fragment: int
+    before: FragmentValue | None = None
+    lost_tokens: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restart:
+    """Replace every fragment by its newest global value: the end of a joining ramp."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Save:
+    """Hand the residuals as they are after all cuts so far, and the number of cuts so far, to ``then``."""
+
+    then: Callable[[dict[int, torch.Tensor], int], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Residuals:
+    """Residuals of an earlier incarnation, to be used from now on."""
+
+    values: dict[int, torch.Tensor]
+
+
+Event = Cut | Adopted | Restart | Save | Residuals | News
+
+
+class Engine:
+    """Owns the :class:`FragmentState` of every fragment. ``post`` and the ``take_``/``can_`` methods are called from other threads and never wait for I/O."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        settings: RunSettings,
+        identity: Identity,
+        first: News,
+        outbox: Outbox,
+        *,
+        on_error: Callable[[BaseException], None],
+    ) -> None:
+        self._identity = identity
+        self._outbox = outbox
+        self._on_error = on_error
+        self._newest = first
+        self._states = [
+            FragmentState.begin(
+                fragment,
+                layout.of(fragment),
+                first.values[fragment],
+                first.base(fragment),
+                codec=settings.push.codec,
+                decay=settings.push.error_feedback_decay,
+            )
+            for fragment in range(len(layout.fragments))
+        ]
+        self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._corrections: dict[int, Correction] = {}
+        self._taken = [0] * len(layout.fragments)
+        self._unmerged = [0] * len(layout.fragments)
+        self._final: News | None = first if first.head.record.final else None
+        self.accounts: tuple[tuple[Account, float], ...] = tuple((Account(), 0.0) for _ in self._states)
+        """Per fragment a copy of its account and the balance of I10, as they were after the last event."""
+        self._restart: set[int] = set()
+        self._thread = threading.Thread(target=self._loop, name="ps-diloco-engine", daemon=True)
+
+    # called by the training thread
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def post(self, event: Event) -> None:
+        """Queue an event; returns at once. Bounded by :meth:`can_cut`, one correction per fragment, and the newest news only being kept."""
+        self._events.put(event)
+
+    def can_cut(self, fragment: int) -> bool:
+        """Whether one more cut of a fragment may be undecided. If true, take it with :meth:`post` at once: the place is reserved."""
+        with self._lock:
+            if self._taken[fragment] >= UNDECIDED_PER_FRAGMENT or sum(self._taken) >= UNDECIDED_MAX:
+                return False
+            self._taken[fragment] += 1
+            return True
+
+    def take_corrections(self) -> list[Correction]:
+        """Corrections that are ready; each is to be applied now and answered with :class:`Adopted`."""
+        if not self._corrections:
+            return []
+        with self._lock:
+            ready = list(self._corrections.values())
+            self._corrections.clear()
+            return ready
+
+    @property
+    def final(self) -> News | None:
+        """The final version, once there is one."""
+        return self._final
+
+    @property
+    def newest(self) -> News:
+        """The newest version that was read; not yet adopted, perhaps."""
+        return self._newest
+
+    def unmerged_tokens(self) -> list[int]:
+        """Per fragment: tokens of cuts that are not decided."""
+        with self._lock:
+            return list(self._unmerged)
+
+    def undecided(self) -> int:
+        with self._lock:
+            return sum(self._taken)
+
+    def states(self) -> list[FragmentState]:
+        """For tests: the states themselves. Touch only when :meth:`join` has returned."""
+        return self._states
+
+    def join(self, timeout_s: float) -> None:
+        """Handle what is queued, then end."""
+        self._events.put(None)
+        self._thread.join(timeout_s)
+
+    # the engine's own thread
+
+    def _loop(self) -> None:
+        try:
+            while (event := self._events.get()) is not None:
+                self._handle(event)
+        except BaseException as error:  # reported to the training thread, which raises it
+            self._on_error(error)
+
+    def _handle(self, event: Event) -> None:
+        if isinstance(event, Cut):
+            state = self._states[event.fragment]
+            pending = state.cut(event.snapshot, tokens=event.tokens, steps=event.steps, inner_steps=event.inner_steps, loss=event.loss)
+            self._count(event.fragment)
+            self._outbox.put(pending)
+        elif isinstance(event, Adopted):
+            self._states[event.fragment].adopted(event.before, event.lost_tokens)
+            self._settle(event.fragment)
+        elif isinstance(event, News):
+            self._take_news(event)
+        elif isinstance(event, Restart):
+            self._restart = set(range(len(self._states)))
+            for fragment in range(len(self._states)):
+                self._settle(fragment)
+        elif isinstance(event, Residuals):
+            for fragment, residual in event.values.items():
+                self._states[fragment].restore_residual(residual)
+        else:
+            saved = {s.fragment: s.residual.clone() if s.returned is None else s.residual + s.returned for s in self._states}
+            event.then(saved, self._cuts())
+
+    def _cuts(self) -> int:
+        return self._outbox.published + self._outbox.queued
+
+    def _take_news(self, news: News) -> None:
+        entry = news.head.record.units.get(self._identity.unit)
+        if entry is not None and entry.incarnation > self._identity.incarnation:
+            raise Fenced(
+                "a newer incarnation of this unit runs",
+                unit=self._identity.unit,
+                newest=entry.incarnation,
+                ours=self._identity.incarnation,
+                remedy="nothing to do: this process ends and the newer one goes on",
+            )
+        self._newest = news
+        for fragment in range(len(self._states)):
+            self._settle(fragment)
+        if news.head.record.final:
+            self._final = news
+
+    def _settle(self, fragment: int) -> None:
+        """Compare a fragment with the newest version, unless the training thread still owes the answer to an earlier correction."""
+        state, news = self._states[fragment], self._newest
+        if state.correcting is not None:
+            return
+        entry = news.head.record.units.get(self._identity.unit)
+
+        def outcome(seq: int) -> str | None:
+            if entry is None or entry.incarnation != self._identity.incarnation:
+                return None
+            result = entry.outcome(seq)
+            if result == "decided":
+                raise InvariantViolation("a contribution was decided so long ago that its receipt is gone", seq=seq, first=entry.first)
+            return result
+
+        before = len(state.undecided)
+        correction = state.settle(outcome, news.values[fragment], news.base(fragment))
+        with self._lock:
+            self._taken[fragment] -= before - len(state.undecided)
+        if fragment in self._restart:
+            self._restart.discard(fragment)
+            correction = state.replace(news.values[fragment], news.base(fragment))
+        self._count(fragment)
+        if correction is not None:
+            with self._lock:
+                self._corrections[fragment] = correction
+
+    def _count(self, fragment: int) -> None:
+        state = self._states[fragment]
+        with self._lock:
+            self._unmerged[fragment] = state.unmerged_tokens
+            self.accounts = (*self.accounts[:fragment], (replace(state.account), state.balance()), *self.accounts[fragment + 1 :])

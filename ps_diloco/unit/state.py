@@ -1,0 +1,254 @@
+"""The state of one fragment in a unit, exactly (format §6.1). Pure: no I/O, no clock, no threads.
+
+Signs: a displacement is *reference minus local*. At any moment, with f the displacement since the last cut::
+
+    local = reference - f          reference = global - sum(D of undecided contributions) - C          (I11)
+
+so local is always the global value plus the unit's own work that is not merged yet. ``cut`` moves the reference to the snapshot; ``settle`` turns what a
+manifest says into a :class:`Correction` that the training thread adds; ``adopted`` moves the reference once it did.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from ps_diloco.fragment import FragmentValue
+from ps_diloco.layout import LayoutEntry
+from ps_diloco.merge import sum_squares
+from ps_diloco.records import TAKE_BACK, Base
+from ps_diloco.shard import Section, decode_section, encode_section
+
+UNDECIDED_PER_FRAGMENT = 2
+
+
+def total(values: torch.Tensor | None) -> float:
+    """Float64 sum: the quantity in which the account of I10 is kept."""
+    return 0.0 if values is None or not values.numel() else float(values.sum(dtype=torch.float64))
+
+
+@dataclass(kw_only=True)
+class Account:
+    """Where a fragment's produced displacement went, as float64 sums over its elements (I10), and its lost tokens."""
+
+    produced: float = 0.0
+    merged: float = 0.0
+    decayed: float = 0.0
+    discarded: float = 0.0
+    lost_tokens: int = 0
+    taken_back: int = 0
+
+
+@dataclass(kw_only=True)
+class Pending:
+    """A cut that no manifest has decided yet: what is (to be) published, and what is needed to take it back.
+
+    ``displacement`` D [F] is None once a replacement took it out of the local parameters. ``seq`` is given by the outbox before the record is written and
+    never changes.
+    """
+
+    fragment: int
+    section: Section
+    floats_B: torch.Tensor
+    ints_I: torch.Tensor
+    displacement: torch.Tensor | None
+    payload_total: float
+    tokens: int
+    steps: int
+    inner_steps: int
+    base: Base
+    sum_squares: tuple[float, ...]
+    loss: float | None
+    resent: bool
+    seq: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Correction:
+    """What the training thread does at a step border: add ``add_F`` and adopt the buffers, or (``add_F`` None) replace everything by ``value``."""
+
+    fragment: int
+    base: Base
+    value: FragmentValue
+    add_F: torch.Tensor | None
+
+    @property
+    def replaces(self) -> bool:
+        return self.add_F is None
+
+
+@dataclass(kw_only=True)
+class FragmentState:
+    """One fragment of a unit. One thread; arrays are float32 on the host, [F]."""
+
+    fragment: int
+    entries: tuple[LayoutEntry, ...]
+    codec: str
+    decay: float
+    reference: torch.Tensor
+    held: Base
+    """The fragment version that the local parameters contain."""
+    base: Base
+    """The version that the work since the last cut started from (of the oldest work carried in it)."""
+    residual: torch.Tensor
+    returned: torch.Tensor | None = None
+    """Payload taken back, to be sent again whole."""
+    carry: torch.Tensor | None = None
+    """C: displacement of the work taken back."""
+    carried_tokens: int = 0
+    carried_steps: int = 0
+    undecided: list[Pending] = field(default_factory=list)
+    correcting: Correction | None = None
+    """Handed to the training thread and not reported back yet."""
+    account: Account = field(default_factory=Account)
+
+    @staticmethod
+    def begin(
+        fragment: int, entries: tuple[LayoutEntry, ...], value: FragmentValue, held: Base, *, codec: str, decay: float
+    ) -> FragmentState:
+        """A unit that has just loaded a global version and has done no work."""
+        return FragmentState(
+            fragment=fragment,
+            entries=entries,
+            codec=codec,
+            decay=decay,
+            reference=value.params.clone(),
+            held=held,
+            base=held,
+            residual=torch.zeros_like(value.params),
+        )
+
+    @property
+    def unmerged_tokens(self) -> int:
+        """Tokens of cuts that are undecided or were taken back."""
+        return self.carried_tokens + sum(pending.tokens for pending in self.undecided)
+
+    def balance(self) -> float:
+        """produced - (merged + undecided + residual + decayed + discarded): zero but for rounding (I10)."""
+        undecided = math.fsum(pending.payload_total for pending in self.undecided)
+        kept = total(self.residual) + total(self.returned)
+        return self.account.produced - math.fsum((self.account.merged, undecided, kept, self.account.decayed, self.account.discarded))
+
+    def cut(self, snapshot: FragmentValue, *, tokens: int, steps: int, inner_steps: int, loss: float | None) -> Pending:
+        """d = r - snapshot; x = beta e + b + d; q = decode(encode(x)); e <- x - q; D = d + C; r <- snapshot. Keeps ``snapshot.params``.
+
+        Raises :class:`NonFinite` when the local parameters are NaN or infinite; the state is unchanged then.
+        """
+        displacement = self.reference - snapshot.params
+        wanted = self.residual.mul(self.decay)
+        decayed = total(self.residual) - total(wanted)
+        if self.returned is not None:
+            wanted.add_(self.returned)
+        wanted.add_(displacement)
+        payload = torch.empty_like(wanted)
+        section = encode_section("params", self.codec, wanted, decoded=payload)
+        self.account.produced += total(displacement)
+        self.account.decayed += decayed
+        self.residual = wanted.sub_(payload)
+        if self.carry is not None:
+            displacement.add_(self.carry)
+        pending = Pending(
+            fragment=self.fragment,
+            section=section,
+            floats_B=snapshot.floats,
+            ints_I=snapshot.ints,
+            displacement=displacement,
+            payload_total=total(payload),
+            tokens=tokens + self.carried_tokens,
+            steps=steps + self.carried_steps,
+            inner_steps=inner_steps,
+            base=self.base,
+            sum_squares=sum_squares(payload, self.entries),
+            loss=loss,
+            resent=self.returned is not None,
+        )
+        self.returned = self.carry = None
+        self.carried_tokens = self.carried_steps = 0
+        self.reference = snapshot.params
+        self.base = self.held
+        self.undecided.append(pending)
+        return pending
+
+    def settle(self, outcome: Callable[[int], str | None], value: FragmentValue, version: Base) -> Correction | None:
+        """Take in what a manifest says about this fragment: its value there and the outcome of each seq. Call only while ``correcting`` is None.
+
+        Rebase, c = Theta' - (r + sum D_i + C) over what stays undecided or was taken back: in exact arithmetic (Theta' - Theta) + own merged work, and
+        rounding never accumulates. A contribution refused for good leads to a replacement instead.
+        """
+        discard = False
+        changed = version != self.held
+        for pending in list(self.undecided):
+            result = None if pending.seq is None else outcome(pending.seq)
+            if result is None:
+                continue
+            changed = True
+            self.undecided.remove(pending)
+            if result == "merged":
+                self.account.merged += pending.payload_total
+            elif result in TAKE_BACK:
+                self._take_back(pending)
+            else:
+                self.account.discarded += pending.payload_total
+                self.account.lost_tokens += pending.tokens
+                discard = True
+        if not changed:
+            return None
+        if discard:
+            return self.replace(value, version)
+        target = self.reference.clone()
+        for pending in self.undecided:
+            if pending.displacement is not None:
+                target.add_(pending.displacement)
+        if self.carry is not None:
+            target.add_(self.carry)
+        self.correcting = Correction(fragment=self.fragment, base=version, value=value, add_F=torch.sub(value.params, target, out=target))
+        return self.correcting
+
+    def replace(self, value: FragmentValue, version: Base) -> Correction:
+        """Give up all work that is not on its way: residual, work taken back, and what was done since the last cut."""
+        self.account.discarded += total(self.residual) + total(self.returned)
+        self.account.lost_tokens += self.carried_tokens
+        self.residual = torch.zeros_like(self.residual)
+        self.returned = self.carry = None
+        self.carried_tokens = self.carried_steps = 0
+        self.correcting = Correction(fragment=self.fragment, base=version, value=value, add_F=None)
+        return self.correcting
+
+    def adopted(self, before: FragmentValue | None = None, lost_tokens: int = 0) -> None:
+        """The training thread has applied ``correcting``. For a replacement: ``before`` is the snapshot it took first, and the tokens that were lost."""
+        correction = self.correcting
+        assert correction is not None
+        self.correcting = None
+        self.held = correction.base
+        if correction.add_F is not None:
+            self.reference.add_(correction.add_F)
+            return
+        if before is not None:
+            fresh = total(self.reference - before.params)
+            self.account.produced += fresh
+            self.account.discarded += fresh
+        self.account.lost_tokens += lost_tokens
+        self.reference = correction.value.params.clone()
+        self.base = self.held
+        for pending in self.undecided:
+            pending.displacement = None
+
+    def restore_residual(self, residual: torch.Tensor) -> None:
+        """Add the residual that an earlier incarnation saved; it counts as produced by this one."""
+        self.account.produced += total(residual)
+        self.residual.add_(residual)
+
+    def _take_back(self, pending: Pending) -> None:
+        """b <- b + q; C <- C + D; tokens, steps and the oldest base carry over."""
+        payload = decode_section(pending.section)
+        self.returned = payload if self.returned is None else self.returned.add_(payload)
+        if pending.displacement is not None:
+            self.carry = pending.displacement if self.carry is None else self.carry.add_(pending.displacement)
+        self.carried_tokens += pending.tokens
+        self.carried_steps += pending.steps
+        self.account.taken_back += 1
+        if pending.base.fragment_version < self.base.fragment_version:
+            self.base = pending.base
