@@ -1,7 +1,7 @@
 """Who may import whom, read from the source without running it.
 
-The bucket is the only bus: units' programs and the aggregator do not know each other, the library knows neither, and the modules that the format's formulas
-live in know no store and no clock.
+The bucket is the only bus: units' programs and the aggregator do not know each other, the library knows neither, and the modules
+that the format's formulas live in know no store and no clock.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any
 
@@ -51,6 +51,10 @@ class StepReport:
     loss: float
     lr: float
     progress: float
+    version: int = 0
+    """The newest global version that was read."""
+    blocked_s: float = 0.0
+    """Seconds, since the start, for which synchronisation kept the unit from training."""
 
 
 def train(
@@ -60,20 +64,27 @@ def train(
     stop: threading.Event,
     store: Store | None = None,
     env: Env | None = None,
+    region: str | None = None,
     take_over: bool = False,
+    device: str | None = None,
+    threads: int | None = None,
     step_delay_s: float = 0.0,
     steps_max: int | None = None,
+    poll_s: float = 1.0,
+    heartbeat_s: float = 5.0,
     on_report: Callable[[StepReport], None] | None = None,
 ) -> ExitReason:
     """Train as unit ``unit_name`` until the run ends, ``stop`` is set, or ``steps_max`` inner steps of this process are done.
 
-    ``step_delay_s`` is added to each step (for demonstrations of unequal units); ``on_report`` is called after each step in this thread.
+    ``device`` and ``threads`` go before what the run says. ``step_delay_s`` is added to each step (for demonstrations of unequal units); ``on_report`` is called after each step in this thread.
     Raises :class:`UserError`, :class:`StoreError` (only while joining), :class:`Fenced` when a newer incarnation of the unit runs.
     """
     env = env or Env.system()
     store = store or open_store(run_url)
     run = open_run(store, env)
     program = program_of(run.record.program, source=f"program in run.json of {store.url}")
+    here = {name: value for name, value in {"device": device, "threads": threads}.items() if value is not None}
+    program = parse_settings(ProgramSettings, {**program.model_dump(), "train": program.train.model_dump() | here}, source="options")
     trainer = Trainer.build(program, seed=run.record.seed, unit=unit_name)
 
     with ps_diloco.join(
@@ -83,8 +94,11 @@ def train(
         unit=unit_name,
         extra=lambda: {"data": trainer.stream.cursor},
         take_over=take_over,
+        region=region,
         store=store,
         env=env,
+        poll_s=poll_s,
+        heartbeat_s=heartbeat_s,
     ) as unit:
         if unit.restored is not None:
             trainer.stream.resume(unit.restored.get("data"))
@@ -98,7 +112,8 @@ def train(
             unit.step(tokens=trainer.tokens_per_step, loss=loss)
             step += 1
             if on_report is not None:
-                on_report(StepReport(step=step, tokens=trainer.tokens_per_step, loss=loss, lr=lr, progress=progress))
+                report = StepReport(step=step, tokens=trainer.tokens_per_step, loss=loss, lr=lr, progress=progress)
+                on_report(replace(report, version=unit.version, blocked_s=unit.blocked_s))
             if step_delay_s:
                 env.clock.wait(stop, step_delay_s)
         return ExitReason.STOPPED if stop.is_set() else ExitReason.RUN_ENDED

@@ -170,9 +170,9 @@ class S3Store:
         return _version(answer)
 
     def list(self, prefix: str, *, start_after: str = "") -> Iterator[ObjectInfo]:
-        """SeaweedFS 4.48 lists by directories. That is key order but where one name of a directory begins another, followed by ``-`` or ``.``
-        (``us/`` and ``us-east/``): then several pages are out of order, which raises :class:`StoreError`, and ``start_after`` omits objects unless it
-        is in the directory that is listed. So list unit by unit.
+        """SeaweedFS 4.48 lists by directories. That is key order unless names in a directory are like ``us/`` and ``us-east/`` (the
+        second goes on with a character less than ``/``): then pages are out of order, which raises :class:`StoreError` here, and
+        ``start_after`` may leave out objects. So list below one unit, not across units.
         """
         check_prefix(prefix)
         last = ""

@@ -106,6 +106,7 @@ class Unit:
         """Inner steps of this incarnation."""
         self.blocked_s = 0.0
         """Seconds for which synchronisation kept the training thread from training."""
+        self._begun_s = self._clock.monotonic()
         self._done = False
         self._closed = False
         self._progress = LearningRateProgress(settings.target_tokens)
@@ -116,6 +117,8 @@ class Unit:
         self._spans = [Span() for _ in self._layout.fragments]
         self._schedule_cuts()
         self._cuts_since_save = 0
+        self._loss: float | None = None
+        """Mean training loss of the last span that ended."""
 
     # what a training loop needs
 
@@ -174,12 +177,15 @@ class Unit:
         parts, counts = self._parts, self._parts.store.snapshot()
         accounts = parts.engine.accounts
         return {
+            "incarnation": self.incarnation,
             "steps": self.steps,
             "inner_steps": self.inner_steps,
             "tokens": self.tokens,
+            "loss": self._loss,
             "version": self.version,
             "published": parts.outbox.published,
             "undecided": parts.engine.undecided(),
+            "elapsed_s": round(self._clock.monotonic() - self._begun_s, 3),
             "blocked_s": round(self.blocked_s, 4),
             "bytes_pushed": counts.bytes_out,
             "bytes_pulled": counts.bytes_in,
@@ -265,6 +271,7 @@ class Unit:
 
     def _cut(self, fragment: int) -> None:
         span = self._spans[fragment]
+        loss = self._loss = span.losses / span.counted if span.counted else None
         self._parts.engine.post(
             Cut(
                 fragment=fragment,
@@ -272,7 +279,7 @@ class Unit:
                 tokens=span.tokens,
                 steps=span.steps,
                 inner_steps=self.inner_steps,
-                loss=span.losses / span.counted if span.counted else None,
+                loss=loss,
             )
         )
         span.clear()

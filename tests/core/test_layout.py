@@ -200,11 +200,12 @@ def test_parameters_that_are_equal_but_not_shared_are_two_entries() -> None:
     assert {entry.name for entry in build_layout(model).entries} >= {"embed.weight", "head.weight"}
 
 
-def test_a_tie_seen_from_the_head_first_is_an_embedding_too() -> None:
+@pytest.mark.parametrize("same_parameter", [True, False])
+def test_a_tie_seen_from_the_head_first_is_an_embedding_too(same_parameter: bool) -> None:
     model = nn.Module()
     model.head = nn.Linear(4, 7, bias=False)
     model.embed = nn.Embedding(7, 4)
-    model.embed.weight = model.head.weight
+    model.embed.weight = model.head.weight if same_parameter else nn.Parameter(model.head.weight.data)
     (entry,) = build_layout(model).entries
     assert (entry.name, entry.aliases, entry.embedding) == ("head.weight", ("embed.weight",), True)
 

