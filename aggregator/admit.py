@@ -13,7 +13,7 @@ import torch
 from ps_diloco.checkpoint import update_sections
 from ps_diloco.errors import FormatError, NonFinite
 from ps_diloco.inbox import Incoming
-from ps_diloco.merge import Candidate, check_sum_squares, sum_squares
+from ps_diloco.merge import Candidate, check_sum_squares, lag_of, sum_squares
 from ps_diloco.records import Contribution, Manifest, Reason, Run
 from ps_diloco.run import OpenRun
 from ps_diloco.shard import FLOAT_CODECS, ShardReader, shard_bytes_max
@@ -66,7 +66,7 @@ def admit(incoming: Incoming, head: Manifest, run: Run) -> Admitted | Refusal:
     known = {delta.fragment_version: delta.sha256 for delta in entry.deltas} | {entry.fragment_version: entry.sha256}
     if known.get(record.base.fragment_version, record.base.sha256) != record.base.sha256:
         return Refusal(reason="bad-record", detail=f"base hash is not that of fragment version {record.base.fragment_version}")
-    candidate = Candidate(id=record.id, tokens=record.tokens, steps=record.steps, staleness=staleness)
+    candidate = Candidate(id=record.id, tokens=record.tokens, steps=record.steps, staleness=staleness, lag=lag_of(staleness, entry.masses))
     return Admitted(candidate=candidate, record=record, sha256=incoming.sha256, first_seen_s=incoming.first_seen_s)
 
 

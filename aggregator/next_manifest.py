@@ -11,6 +11,7 @@ from ps_diloco.layout import Layout
 from ps_diloco.merge import Weighing
 from ps_diloco.progress import fragment_share
 from ps_diloco.records import (
+    COUNT_MAX,
     OUTCOME_CHAR,
     Closed,
     Contribution,
@@ -28,7 +29,7 @@ from ps_diloco.records import (
 )
 
 OUTCOMES_KEPT = 64
-WEIGHTS_KEPT = 32
+DETAIL_MAX = 2000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,7 +92,7 @@ class Draft:
 
     def fits(self, head: Manifest) -> bool:
         """Whether another process's new head left everything untouched that this draft is about."""
-        if head.final or any(head.fragments[s.fragment] != s.before for s in self.stepped):
+        if head.final or head.config > self.config or any(head.fragments[s.fragment] != s.before for s in self.stepped):
             return False
         for contribution in self.decided | set(self.tries):
             entry = head.units.get(contribution.unit)
@@ -106,10 +107,6 @@ def rounds_after(before: FragmentEntry, weighing: Weighing, window: int) -> dict
     rounds = {unit: last for unit, last in before.rounds.items() if last.fragment_version > version - window}
     rounds.update({c.id.unit: Round(tokens=c.tokens, fragment_version=version) for c in weighing.candidates})
     return rounds
-
-
-def weights_after(before: FragmentEntry, weighing: Weighing) -> tuple[float, ...]:
-    return (*before.weights, *weighing.weights)[-WEIGHTS_KEPT:]
 
 
 def next_manifest(
@@ -141,7 +138,7 @@ def next_manifest(
                 fragment=refusing.record.fragment if refusing.record else None,
                 tokens=refusing.tokens,
                 reason=refusing.refusal.reason,
-                detail=refusing.refusal.detail,
+                detail=refusing.refusal.detail[:DETAIL_MAX],  # it quotes what a unit sent
             )
             for contribution, refusing in sorted(draft.refused.items())
         ),
@@ -183,7 +180,7 @@ def _units(old: Manifest, draft: Draft) -> dict[str, UnitEntry]:
         refused = {c.seq: refusing for c, refusing in draft.refused.items() if c.unit == unit}
         tries = {c.seq: count for c, count in draft.tries.items() if c.unit == unit}
         if merged or refused or tries:
-            units[unit] = _receipts(entry, merged, refused, tries)
+            units[unit] = _receipts(entry, merged, refused, tries, len(old.fragments))
     for unit, incarnation in draft.listed.items():
         units[unit] = _listed(units.get(unit), incarnation)
     return units
@@ -194,6 +191,7 @@ def _receipts(
     merged: Mapping[int, Admitted],
     refused: Mapping[int, Refusing],
     tries: Mapping[int, int],
+    fragments: int,
 ) -> UnitEntry:
     chars = dict.fromkeys(merged, OUTCOME_CHAR["merged"]) | {seq: OUTCOME_CHAR[r.refusal.reason] for seq, r in refused.items()}
     records = {seq: a.record for seq, a in merged.items()} | {seq: r.record for seq, r in refused.items() if r.record is not None}
@@ -201,7 +199,7 @@ def _receipts(
     for seq in sorted(chars):
         outcomes.extend("." * (seq - entry.first + 1 - len(outcomes)))
         outcomes[seq - entry.first] = chars[seq]
-        if seq in records:
+        if seq in records and records[seq].fragment < fragments:
             bases[str(records[seq].fragment)] = records[seq].base.fragment_version
     text = "".join(outcomes)
     leading = text.find(".") if "." in text else len(text)
@@ -215,10 +213,10 @@ def _receipts(
             seq: count for seq, count in (entry.tries | {str(seq): count for seq, count in tries.items()}).items() if int(seq) not in chars
         },
         bases=bases,
-        tokens=entry.tokens + sum(a.record.tokens for a in merged.values()),
+        tokens=min(COUNT_MAX, entry.tokens + sum(a.record.tokens for a in merged.values())),
         merged=entry.merged + len(merged),
         refused=entry.refused + len(refused),
-        lost=entry.lost + sum(refusing.tokens for refusing in refused.values()),
+        lost=min(COUNT_MAX, entry.lost + sum(refusing.tokens for refusing in refused.values())),
     )
 
 

@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 
 from aggregator.admit import Admitted, Loaded, Refusal, admit, load
-from aggregator.next_manifest import Draft, Refusing, Stepped, next_manifest, rounds_after, weights_after
+from aggregator.next_manifest import Draft, Refusing, Stepped, next_manifest, rounds_after
 from aggregator.policy import Force, Plan, Window, in_line, plan_windows
 from ps_diloco import keys
 from ps_diloco.checkpoint import Place, read_fragment, read_state, write_anchor, write_delta, write_state
@@ -25,7 +25,7 @@ from ps_diloco.errors import FormatError, NonFinite, NotFound, StoreError
 from ps_diloco.fragment import FragmentValue
 from ps_diloco.ids import ContributionId
 from ps_diloco.inbox import Inbox
-from ps_diloco.merge import FragmentMerge, Weighing, awaited_units, sum_squares, weigh
+from ps_diloco.merge import MASSES_KEPT, WEIGHTS_KEPT, FragmentMerge, Weighing, awaited_units, sum_squares, weigh
 from ps_diloco.outer import OuterState, outer_step
 from ps_diloco.records import Closed, Contribution, Delta, FragmentEntry, Incarnation, Manifest, Stored
 from ps_diloco.run import OpenRun, fingerprint
@@ -248,7 +248,8 @@ class Aggregator:
             state=saved,
             tokens=before.tokens + sum(a.record.tokens for a in members),
             rounds=rounds_after(before, weighing, settings.merge.round_window),
-            weights=weights_after(before, weighing),
+            weights=(*before.weights, *weighing.weights)[-WEIGHTS_KEPT:],
+            masses=(*before.masses, weighing.mass)[-MASSES_KEPT:],
         )
         self._memory.fragments[fragment] = (after, value, state)
         return Stepped(
@@ -271,7 +272,9 @@ class Aggregator:
             raise FormatError(
                 "the outer state of a fragment is not saved at its version", fragment=fragment, fragment_version=entry.fragment_version
             )
-        held = (known[0].fragment_version, known[1]) if known is not None else None
+        held = None  # what a lost race left in memory is on no chain
+        if known is not None and any((d.fragment_version, d.sha256) == (known[0].fragment_version, known[0].sha256) for d in entry.deltas):
+            held = (known[0].fragment_version, known[1])
         return read_fragment(self._run, entry, fragment, held=held), read_state(self._run, fragment, entry.state)
 
     def _list_arrivals(self, draft: Draft, pending: set[ContributionId]) -> None:

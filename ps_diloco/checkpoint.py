@@ -18,6 +18,7 @@ import zarr
 from zarr.abc.store import Store as ZarrStore
 from zarr.codecs import BytesCodec, ZstdCodec
 from zarr.core.buffer import Buffer, default_buffer_prototype
+from zarr.core.chunk_key_encodings import DefaultChunkKeyEncoding
 from zarr.storage import MemoryStore as ZarrMemory
 
 from ps_diloco import keys
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
     from ps_diloco.run import OpenRun
 
 ZARR_JSON_MAX = 4 << 20
+CODECS = (BytesCodec(endian="little"), ZstdCodec(level=LEVEL, checksum=True))
+"""Of every array of an anchor. A reader takes no others: their decoders have no bound."""
 DTYPES = {"params": torch.float32, "floats": torch.float32, "ints": torch.int64, "frozen": torch.float32}
 
 
@@ -83,8 +86,8 @@ def write_anchor(run: OpenRun, place: Place, value: FragmentValue) -> Anchor:
                 shape=(array.numel(),),
                 dtype=array.numpy().dtype,
                 chunks=(min(CHUNK, array.numel()),),
-                serializer=BytesCodec(endian="little"),
-                compressors=ZstdCodec(level=LEVEL, checksum=True),
+                serializer=CODECS[0],
+                compressors=CODECS[1],
                 filters=None,
                 config={"write_empty_chunks": True},
             )
@@ -111,6 +114,9 @@ def read_anchor(run: OpenRun, fragment: int, anchor: Anchor) -> FragmentValue:
     store: ZarrStore = ZarrMemory(objects, read_only=True)
     try:
         group = zarr.open_group(store=store, mode="r", zarr_format=3)
+        stated = {name: group.attrs.get(name) for name in ("run_id", "fragment", "fragment_version")}
+        if stated != {"run_id": run.run_id, "fragment": fragment, "fragment_version": anchor.fragment_version}:
+            raise IntegrityError("anchor is not the one that was asked for", key=where, stated=str(stated)[:200])
         for name, dtype in DTYPES.items():
             target = getattr(value, name)
             if target.numel():
@@ -130,6 +136,8 @@ def _read_array(array: Any, target: torch.Tensor, objects: dict[str, Buffer], wh
             dtype=array.dtype,
             chunks=array.chunks,
         )
+    if array.metadata.codecs != CODECS or array.metadata.chunk_key_encoding != DefaultChunkKeyEncoding(separator="/"):
+        raise FormatError("array of an anchor is encoded otherwise than the format says", key=where, codecs=str(array.metadata.codecs)[:200])
     for index in range(-(-target.numel() // chunk)):
         frame = objects.get(f"{array.basename}/c/{index}")
         if frame is None or declared_size(frame.to_bytes()) != chunk * dtype.itemsize:

@@ -121,6 +121,7 @@ class BlockInt:
         blocks = torch.nn.functional.pad(values, (0, -n % BLOCK)).view(-1, BLOCK)
         scales = _round_up_to_bf16(blocks.abs().amax(dim=1).div_(self._largest)) if n else torch.empty(0)
         scales.masked_fill_(scales < SCALE_MIN, 0.0)
+        check_finite(scales.mul(self._largest))  # rounding up may take the largest float32 values beyond what a decoder accepts
         # x / 0 is never used: a block without a scale becomes zero
         steps = torch.where(scales > 0, scales, torch.inf).unsqueeze_(1)
         q = (blocks / steps).round_().clamp_(-self._largest, self._largest).to(torch.int8).flatten()[:n]

@@ -40,7 +40,7 @@ class MergeSettings(Settings):
 
     rule: Literal["mean"] = "mean"
     weight_cap: float = Field(default=4.0, ge=1, description="weights are cut at this multiple of the fragment's recent median")
-    staleness_power: float = Field(default=0.5, ge=0, le=10, description="factor (1 + staleness) ** -power")
+    staleness_power: float = Field(default=0.5, ge=0, le=10, description="factor (1 + lag) ** -power; lag in rounds beyond the first")
     quorum: PositiveInt = Field(default=1, description="units needed before a step")
     quorum_s_max: Seconds = Field(default=60.0, description="longest wait for the quorum")
     grace_s_max: Seconds = Field(default=0.0, description="wait for more units once the window could close")

@@ -55,19 +55,18 @@ class Inbox:
         if contribution in self._known:
             return self._known[contribution]
         key = keys.record(contribution)
-        try:
-            body = self._run.store.get(key, max_bytes=RECORD_BYTES_MAX + 1)
-        except NotFound:
-            return None
+        body, problem = b"", ""
         record: Contribution | None = None
-        problem = ""
         try:
+            body = self._run.store.get(key, max_bytes=RECORD_BYTES_MAX)
             found = decode(Contribution, body, key=key, run_id=self._run.run_id)
             if found.id == contribution:
                 record = found
             else:
                 problem = f"the record under the key of {contribution} says that it is {found.id}"
-        except FormatError as error:
+        except NotFound:
+            return None
+        except FormatError as error:  # also a record beyond the limit, of which nothing was read
             problem = str(error)
         return Incoming(
             id=contribution, sha256=sha256_of(body), record=record, problem=problem[:1900], first_seen_s=self._run.env.clock.monotonic()

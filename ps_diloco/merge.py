@@ -28,18 +28,32 @@ from ps_diloco.layout import FragmentSize, LayoutEntry
 from ps_diloco.records import Round
 
 WEIGHTS_KEPT = 32
+MASSES_KEPT = 64
 WEIGHTS_NEEDED = 4
 NORM_BLOCK = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """What the merge needs to know of a contribution before it sees its values. ``staleness`` in outer steps of the fragment."""
+    """What the merge needs to know of a contribution before it sees its values.
+
+    ``staleness`` in outer steps of the fragment; ``lag`` in rounds, see :func:`lag_of`.
+    """
 
     id: ContributionId
     tokens: int
     steps: int
     staleness: int
+    lag: float
+
+
+def lag_of(staleness: int, masses: Sequence[float]) -> float:
+    """Rounds that were merged since a contribution's base, beyond the first one.
+
+    Measured in mass and not in steps, so that it does not matter in how many steps a round arrives; and one round is free, because in a synchronous round,
+    too, each contribution is made beside all the others. ``masses``: those of the fragment's last steps, newest last.
+    """
+    return max(0.0, math.fsum(masses[-staleness:]) - 1.0) if staleness else 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,7 +91,7 @@ def weigh(
 ) -> Weighing:
     """Weights, mass and coefficients of contributions to merge into one outer step of a fragment that stands at ``fragment_version``.
 
-    w = min(tokens^2 / steps, cap x recent median) (Decoupled DiLoCo, capped); the staleness factor (1 + s)^-p stands in the numerator only; the mass
+    w = min(tokens^2 / steps, cap x recent median) (Decoupled DiLoCo, capped); the staleness factor (1 + lag)^-p stands in the numerator only; the mass
     a = min(1, tokens / R) keeps n steps of one contribution equal to one step of n (format §6.2). ``awaited``: units that are listed but have not been merged
     into this fragment yet; in its first ``round_window`` steps R counts each of them like the mean of those present, else a run's first round would be taken
     once per arrival at full length.
@@ -96,7 +110,7 @@ def weigh(
         weights=tuple(raw),
         shares=tuple(shares),
         coefficients=tuple(
-            float32(mass * (1.0 + c.staleness) ** -settings.staleness_power * share) for c, share in zip(ordered, shares, strict=True)
+            float32(mass * (1.0 + c.lag) ** -settings.staleness_power * share) for c, share in zip(ordered, shares, strict=True)
         ),
         mass=mass,
         round_tokens=round_tokens,

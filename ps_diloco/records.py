@@ -258,6 +258,7 @@ class FragmentEntry(Part):
     tokens: Exact
     rounds: dict[UnitName, Round]
     weights: Annotated[tuple[Exact, ...], Field(max_length=32)]
+    masses: Annotated[tuple[Exact, ...], Field(max_length=64)]
 
 
 class Merged(Part):

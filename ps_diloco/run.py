@@ -167,7 +167,7 @@ def _version_zero(run: OpenRun, model: nn.Module) -> Manifest:
         anchor = write_anchor(run, Place(timeline=0, fragment=fragment, fragment_version=0), value)
         entries.append(
             FragmentEntry(
-                fragment_version=0, sha256=value.sha256(), anchor=anchor, deltas=(), state=None, tokens=0.0, rounds={}, weights=()
+                fragment_version=0, sha256=value.sha256(), anchor=anchor, deltas=(), state=None, tokens=0.0, rounds={}, weights=(), masses=()
             )
         )
     return Manifest(

@@ -27,10 +27,12 @@ from pydantic import Field, ValidationError
 from ps_diloco.codecs import CODECS, Codec
 from ps_diloco.errors import FormatError, IntegrityError, LimitExceeded, UnknownFormat
 from ps_diloco.records import FORMAT, Count, Number6, Part, RunId, Text
+from ps_diloco.records import _no_duplicates as no_duplicates
 from ps_diloco.zstd import compress, decompress
 
 MAGIC = b"PSDSHRD0"
 HEADER_BYTES_MAX = 1 << 20
+HEADER_FIXED_MAX = 16 << 10
 CHUNK = 1 << 22
 SLACK = 64 << 10
 FIXED = struct.Struct("<8sII")
@@ -117,11 +119,17 @@ def encode_shard(sections: Sequence[Section], *, kind: Kind, run_id: str, of: st
         ),
     )
     text = json.dumps(header.model_dump(mode="json"), sort_keys=True, separators=(",", ":")).encode()
-    if len(text) > HEADER_BYTES_MAX:
-        raise LimitExceeded("shard header would be larger than the format allows", size=len(text), limit=HEADER_BYTES_MAX)
+    limit = header_bytes_max(sum(len(section.frames) for section in sections))
+    if len(text) > limit:
+        raise LimitExceeded("shard header would be larger than the format allows", size=len(text), limit=limit)
     return b"".join(
         [FIXED.pack(MAGIC, len(text), google_crc32c.value(text)), text, *(frame for section in sections for frame in section.frames)]
     )
+
+
+def header_bytes_max(chunks: int) -> int:
+    """Limit of a header that names this many chunks. The size of a header bounds what a hostile one costs: about 700 times its bytes, and 2 s a MiB."""
+    return min(HEADER_BYTES_MAX, HEADER_FIXED_MAX + 64 * chunks)
 
 
 def section_bytes_max(codec: Codec, elements: int) -> int:
@@ -152,7 +160,8 @@ class ShardReader:
         self._data = memoryview(data)
         if len(data) > shard_bytes_max(expected):
             raise LimitExceeded("shard is larger than its content can need", of=of, size=len(data), limit=shard_bytes_max(expected))
-        self._header = header = _parse_header(self._data, of)
+        limit = header_bytes_max(sum(-(-elements // CHUNK) for elements, _ in expected.values()))
+        self._header = header = _parse_header(self._data, of, limit)
         stated = {"kind": header.kind, "run_id": header.run_id, "of": header.of, "fragment": header.fragment, "slices": header.slices}
         wanted = {"kind": kind, "run_id": run_id, "of": of, "fragment": fragment, "slices": None}
         for name, value in wanted.items():
@@ -214,17 +223,17 @@ class ShardReader:
         return values
 
 
-def _parse_header(data: memoryview, of: str) -> Header:
+def _parse_header(data: memoryview, of: str, limit: int) -> Header:
     if len(data) < FIXED.size or bytes(data[:8]) != MAGIC:
         raise FormatError("object is not a shard", of=of, size=len(data), begins=bytes(data[:8]).hex())
     _, length, crc = FIXED.unpack_from(data)
-    if length > HEADER_BYTES_MAX:
-        raise LimitExceeded("shard header is larger than the format allows", of=of, size=length, limit=HEADER_BYTES_MAX)
+    if length > limit:
+        raise LimitExceeded("shard header is larger than its content can need", of=of, size=length, limit=limit)
     text = bytes(data[FIXED.size : FIXED.size + length])
     if len(text) != length or google_crc32c.value(text) != crc:
         raise IntegrityError("shard header is cut off or does not have the stated checksum", of=of, size=len(text), stated=length)
     try:
-        values = json.loads(text)
+        values = json.loads(text, object_pairs_hook=no_duplicates)
         if not isinstance(values, dict) or values.get("format") != FORMAT:
             raise UnknownFormat(
                 "shard has a format number that this version does not read", of=of, known=FORMAT, remedy="upgrade ps-diloco"

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,8 +26,8 @@ from ps_diloco.fragment import FragmentValue
 from ps_diloco.ids import ContributionId
 from ps_diloco.merge import sum_squares
 from ps_diloco.records import Base, Contribution, Incarnation, Manifest, ShardRef, Stored, encode
-from ps_diloco.run import OpenRun, open_run
-from ps_diloco.shard import encode_section, encode_shard
+from ps_diloco.run import OpenRun
+from ps_diloco.shard import Section, encode_section, encode_shard
 from ps_diloco.store import MemoryStore, Store
 from ps_diloco.store.refs import put_data
 from ps_diloco.transition import check_transition
@@ -85,8 +85,8 @@ def tiny_run(store: Store, *, env: Env | None = None, fragments: int = 1, stalen
 
 
 def seen_by(run: OpenRun, *, store: Store | None = None, seed: int = 1, clock: FakeClock | None = None) -> OpenRun:
-    """The same run as another process sees it: a store and names of its own."""
-    return open_run(store or run.store, fake_env(seed, clock))
+    """The same run as another process sees it: a store and names of its own. Does no I/O."""
+    return OpenRun(store=store or run.store, env=fake_env(seed, clock), record=run.record)
 
 
 def copy_of(store: Store) -> MemoryStore:
@@ -132,17 +132,24 @@ def publish(
     codec: str = "none",
     floats: Sequence[float] | None = None,
     ints: Sequence[int] | None = None,
-    changes: Mapping[str, Any] | None = None,
+    section: Section | None = None,
+    tamper: Callable[[bytes], bytes] = lambda data: data,
+    edit: Callable[[Contribution], Contribution] = lambda record: record,
 ) -> Contribution:
-    """Write a contribution: shard, then record. ``base`` is by default the head's. ``changes`` are made to the record, unchecked."""
+    """Write a contribution: shard, then record. ``base`` is by default the head's.
+
+    For lies: ``section`` instead of the honest encoding of ``delta``, ``tamper`` with the shard before it is named, ``edit`` the record before it is
+    written (see :func:`changed`).
+    """
     contribution = ContributionId(0, unit, incarnation, seq)
     delta_F = torch.tensor(delta, dtype=torch.float32)
     size = run.layout.fragments[fragment]
     floats_B = torch.tensor([10.0, 20.0][: size.floats] if floats is None else floats, dtype=torch.float32)
     ints_I = torch.tensor([5][: size.ints] if ints is None else ints, dtype=torch.int64)
     decoded = torch.empty_like(delta_F)
-    sections = [encode_section("params", codec, delta_F, decoded=decoded), *buffer_sections(floats_B, ints_I)]
-    data = encode_shard(sections, kind="contribution", run_id=run.run_id, of=str(contribution), fragment=fragment)
+    honest = encode_section("params", codec, delta_F, decoded=decoded)
+    sections = [section or honest, *buffer_sections(floats_B, ints_I)]
+    data = tamper(encode_shard(sections, kind="contribution", run_id=run.run_id, of=str(contribution), fragment=fragment))
     attempt = run.env.entropy.attempt_id()
     record = Contribution(
         run_id=run.run_id,
@@ -163,9 +170,15 @@ def publish(
         loss=None,
         resent=False,
         created_at="",
-    ).model_copy(update=dict(changes or {}))
+    )
+    record = edit(record)
     run.store.put(keys.record(contribution), encode(record))
     return record
+
+
+def changed(**changes: Any) -> Callable[[Contribution], Contribution]:
+    """An edit of a record that nobody checks."""
+    return lambda record: record.model_copy(update=changes)
 
 
 def values(run: OpenRun, manifest: Manifest | None = None) -> list[FragmentValue]:
@@ -175,7 +188,8 @@ def values(run: OpenRun, manifest: Manifest | None = None) -> list[FragmentValue
 
 
 def params(run: OpenRun, fragment: int = 0) -> list[float]:
-    result: list[float] = values(run)[fragment].params.tolist()
+    """Parameters of a fragment at the head."""
+    result: list[float] = read_fragment(run, run.log.find_head().record.fragments[fragment], fragment).params.tolist()
     return result
 
 

@@ -51,7 +51,7 @@ def arrival(unit: str, seq: int = 0, *, at_s: float = 0.0, fragment: int = 0, to
         resent=False,
         created_at="",
     )
-    candidate = Candidate(id=contribution, tokens=tokens, steps=10, staleness=0)
+    candidate = Candidate(id=contribution, tokens=tokens, steps=10, staleness=0, lag=0.0)
     return Admitted(candidate=candidate, record=record, sha256="d" * 64, first_seen_s=at_s)
 
 
@@ -67,6 +67,8 @@ def head(*rounds: Mapping[str, tuple[int, int]], at: int = 20, listed: Sequence[
             tokens=0.0,
             rounds={unit: Round(tokens=tokens, fragment_version=version) for unit, (tokens, version) in seen.items()},
             weights=(),
+            masses=(),
+            masses=(),
         )
         for seen in rounds
     )

@@ -64,6 +64,7 @@ def _manifest(version: int, *, timeline: int = 0, parent: Parent | None = None, 
         tokens=0.0,
         rounds={},
         weights=(),
+        masses=(),
     )
     return Manifest(
         run_id=run_id,

@@ -44,6 +44,7 @@ CANDIDATES = st.lists(
         tokens=st.integers(1, 10**9),
         steps=st.integers(1, 10**5),
         staleness=st.integers(0, 64),
+        lag=st.floats(0, 64),
     ),
     min_size=1,
     max_size=8,
@@ -57,7 +58,7 @@ WEIGHTS = st.lists(st.floats(1e-3, 1e15), max_size=32)
 
 
 def _candidate(unit: str = "u", *, seq: int = 0, tokens: int = 100, steps: int = 10, staleness: int = 0) -> Candidate:
-    return Candidate(id=ContributionId(0, unit, 0, seq), tokens=tokens, steps=steps, staleness=staleness)
+    return Candidate(id=ContributionId(0, unit, 0, seq), tokens=tokens, steps=steps, staleness=staleness, lag=float(staleness))
 
 
 def _weigh(
@@ -106,7 +107,7 @@ def test_coefficients_are_float32_values_whose_sum_is_at_most_the_mass(
 def test_without_staleness_the_coefficients_add_up_to_the_mass(
     candidates: list[Candidate], rounds: dict[str, Round], weights: list[float]
 ) -> None:
-    fresh = [Candidate(id=c.id, tokens=c.tokens, steps=c.steps, staleness=0) for c in candidates]
+    fresh = [Candidate(id=c.id, tokens=c.tokens, steps=c.steps, staleness=0, lag=0.0) for c in candidates]
     weighing = _weigh(fresh, rounds=rounds, weights=weights)
     assert math.isclose(math.fsum(weighing.coefficients), weighing.mass, rel_tol=1e-6)
 
@@ -138,7 +139,7 @@ def test_a_lone_stale_contribution_is_shrunk(staleness: int, power: float) -> No
 @given(CANDIDATES, st.integers(0, 64))
 def test_the_staleness_of_one_does_not_change_the_others(candidates: list[Candidate], staleness: int) -> None:
     first, *others = sorted(candidates, key=merge_order)
-    aged = Candidate(id=first.id, tokens=first.tokens, steps=first.steps, staleness=staleness)
+    aged = Candidate(id=first.id, tokens=first.tokens, steps=first.steps, staleness=staleness, lag=float(staleness))
     before, after = _weigh([first, *others]), _weigh([aged, *others])
     assert before.coefficients[1:] == after.coefficients[1:]
     assert before.shares == after.shares
@@ -272,7 +273,7 @@ def test_contributions_merged_in_one_step_or_in_many_give_the_same_parameters(
     """Fixed round, equal tokens per step, the same staleness whenever merged."""
     candidates = [_candidate(unit, seq=i, tokens=tokens * 8, steps=tokens, staleness=age) for i, (unit, tokens, age) in enumerate(drawn)]
     merge = MergeSettings(round_tokens=16 * EXACT_ROUND, staleness_power=2.0)
-    candidates = [c for c in candidates if (c.staleness + 1) in (1, 2, 4)]  # whose factor is exact too
+    candidates = [c for c in candidates if (c.lag + 1) in (1, 2, 4)]  # whose factor is exact too
     if not candidates:
         return
     deltas = _deltas(candidates, seed)

@@ -150,6 +150,7 @@ FRAGMENT = st.builds(
     tokens=EXACT,
     rounds=st.dictionaries(UNIT, st.builds(records.Round, tokens=POSITIVE, fragment_version=POSITIVE), max_size=2),
     weights=tuples(EXACT, max_size=32),
+    masses=tuples(EXACT, max_size=64),
 )
 STEP = st.builds(
     records.Step,

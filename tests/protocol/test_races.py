@@ -1,0 +1,203 @@
+"""Several aggregators on one store, one store call at a time, in every order of two of them: each contribution is merged exactly once (format §7.4)."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from aggregator.outer_step import Aggregator
+from ps_diloco.ids import ContributionId
+from ps_diloco.records import Manifest
+from ps_diloco.run import OpenRun
+from ps_diloco.store import MemoryStore
+from tests.aggregator.bench import (
+    ADDITIVE,
+    START,
+    announce,
+    base_of,
+    copy_of,
+    merged_in,
+    params,
+    publish,
+    seen_by,
+    tiny_run,
+    walk,
+)
+from tests.protocol.turns import Actor
+from tests.stores import FaultyStore
+
+Work = Sequence[tuple[str, int, int, Sequence[float]]]
+"""(unit, seq, fragment, delta)"""
+WORK: Work = [
+    ("a", 0, 0, [1.0, 0.0, 0.5, 0.25]),
+    ("a", 1, 1, [0.5, 0.5, -1.0]),
+    ("b", 0, 1, [2.0, 0.0, 0.0]),
+    ("b", 1, 0, [0.0, -3.0, 1.0, 0.0]),
+    ("c", 0, 0, [0.125, 0.125, 0.125, 8.0]),
+]
+
+
+def put_out(run: OpenRun, work: Work, **options: Any) -> None:
+    zero = run.log.read(0, 0)
+    assert zero is not None
+    for unit, seq, fragment, delta in work:
+        publish(run, unit, seq, delta, fragment=fragment, base=base_of(zero.record, fragment), **options)
+
+
+def scene(work: Work = WORK, **settings: Any) -> OpenRun:
+    """Two fragments, three listed units, ``work`` published and not decided."""
+    run = tiny_run(MemoryStore(), fragments=2, **{**ADDITIVE, **settings})
+    for unit in "abc":
+        announce(run, unit)
+    Aggregator(run).take_pass()
+    put_out(run, work)
+    return run
+
+
+def once_each(run: OpenRun, work: Work = WORK, *, known: frozenset[str] = frozenset()) -> list[Manifest]:
+    """Walk the log; each contribution was merged exactly once, and the parameters are what an undisturbed sum gives.
+
+    ``known``: hash of a fragment whose values were looked at before.
+    """
+    history = walk(run, objects=not known)
+    assert merged_in(history) == dict.fromkeys((str(ContributionId(0, unit, 0, seq)) for unit, seq, _, _ in work), 1)
+    assert history[-1].tokens == pytest.approx(sum([4 / 7, 3 / 7][fragment] * 100 for _, _, fragment, _ in work))
+    for fragment, name in enumerate("ab"):
+        if history[-1].fragments[fragment].sha256 in known:
+            continue
+        expected = list(START[name])
+        for _, _, where, delta in work:
+            if where == fragment:  # lr x tokens / round_tokens
+                expected = [theta - 0.5 * 100 / 10_000 * d for theta, d in zip(expected, delta, strict=True)]
+        assert params(run, fragment) == pytest.approx(expected, rel=1e-6)
+    return history
+
+
+def pass_until_idle(aggregator: Aggregator) -> list[str]:
+    """Passes until nothing is left to do; what each of them did."""
+    kinds: list[str] = []
+    while not kinds or kinds[-1] not in ("idle", "final"):
+        assert len(kinds) < 20, f"no end in sight: {kinds}"
+        kinds.append(aggregator.take_pass().kind)
+    return kinds
+
+
+def racer(run: OpenRun, seed: int) -> Actor:
+    """An aggregator process that works until nothing is left to do."""
+    return Actor(run.store, lambda store: pass_until_idle(Aggregator(seen_by(run, store=store, seed=seed))))
+
+
+class Warm:
+    """An aggregator that has seen the head before, so that its next pass is little more than the step; its store can be stopped before each call."""
+
+    def __init__(self, run: OpenRun, seed: int) -> None:
+        self.store = FaultyStore(run.store)
+        self.aggregator = Aggregator(seen_by(run, store=self.store, seed=seed))
+        assert self.aggregator.take_pass().kind == "idle"
+        self.store.calls.clear()
+
+    def start(self) -> Actor:
+        return Actor(self.store, lambda store: pass_until_idle(self.aggregator))
+
+
+def test_two_aggregators_that_interrupt_each_other_at_any_two_calls_merge_each_contribution_once() -> None:
+    work = [WORK[0], WORK[2]]
+    base = scene([])
+
+    def warm_pair() -> tuple[OpenRun, Warm, Warm]:
+        run = seen_by(base, store=copy_of(base.store))
+        pair = Warm(run, 1), Warm(run, 2)
+        put_out(run, work)
+        return run, *pair
+
+    _, alone, _ = warm_pair()
+    assert alone.aggregator.take_pass().kind == "committed"
+    calls = len(alone.store.calls)
+    ends: frozenset[str] = frozenset()
+    for first_stops in range(calls + 1):
+        for second_stops in range(calls + 1):
+            run, one, two = warm_pair()
+            first, second = one.start(), two.start()
+            first.turns(first_stops)
+            second.turns(second_stops)
+            first.finish()
+            second.finish()
+            history = once_each(run, work, known=ends)
+            ends |= {entry.sha256 for entry in history[-1].fragments}
+    assert calls > 10
+    assert len(ends) == 2  # each fragment takes one step of one contribution, whoever takes it: one value each
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_three_aggregators_in_a_random_order_of_calls_merge_each_contribution_once(seed: int) -> None:
+    run = scene()
+    draw = random.Random(seed)
+    racers = [racer(run, number) for number in (1, 2, 3)]
+    while not all(one.finished for one in racers):
+        racers[draw.randrange(3)].turns(draw.choice([0, 0, 1, 3, 10]))
+    for one in racers:
+        one.finish()
+    once_each(run)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_aggregators_racing_with_units_that_still_publish_lose_nothing(seed: int) -> None:
+    run = scene([])
+    draw = random.Random(seed)
+    racers = [racer(run, number) for number in (1, 2)]
+    waiting = list(WORK)
+    while waiting or not all(one.finished for one in racers):
+        if waiting and draw.random() < 0.2:
+            put_out(run, [waiting.pop(0)])
+        racers = [racer(run, draw.getrandbits(20) + 10) if one.finished and waiting else one for one in racers]
+        draw.choice(racers).turns(draw.choice([0, 1, 3]))
+    pass_until_idle(Aggregator(seen_by(run, seed=9)))
+    once_each(run)
+
+
+def about_to_commit(actor: Actor) -> bool:
+    calls = actor.store.calls
+    return bool(calls) and calls[-1].verb == "put" and calls[-1].key.startswith("manifests/")
+
+
+def test_a_loser_whose_fragments_were_left_alone_commits_the_same_outputs_under_the_next_number() -> None:
+    run = scene([], merge={**ADDITIVE["merge"], "quorum": 2})
+    put_out(run, [("a", 0, 1, [1.0, 2.0, 3.0])])
+    loser = Actor(run.store, lambda store: Aggregator(seen_by(run, store=store, seed=1)).take_pass(force="once"))
+    while not about_to_commit(loser):
+        loser.turn()
+    written = [call.key for call in loser.store.calls if call.verb == "put"][:-1]
+
+    put_out(run, [("a", 1, 0, [1.0] * 4), ("b", 0, 0, [1.0] * 4)])
+    announce(run, "d")
+    winner = Aggregator(seen_by(run, seed=2)).take_pass().head.record  # fragment 1 has no quorum: it takes fragment 0 only
+    assert ([step.fragment for step in winner.steps], "d" in winner.units) == ([0], True)
+
+    before = len(loser.store.calls)
+    outcome = loser.finish()
+    assert (outcome.kind, outcome.head.record.version) == ("committed", winner.version + 1)
+    named = outcome.head.record.fragments[1]
+    assert sorted(written) == sorted([named.deltas[0].object.key, named.state.object.key])
+    again = [call.key for call in loser.store.calls[before:] if call.verb == "put"]
+    assert all(key.startswith("manifests/") or key == "head.json" for key in again)
+    assert outcome.head.record.fragments[0] == winner.fragments[0]
+    assert list(outcome.head.record.units) == ["a", "b", "c", "d"]
+    assert outcome.head.record.units["a"].outcomes == "mm"
+    walk(run)
+
+
+def test_a_loser_whose_fragment_was_stepped_starts_again_from_the_winners_version() -> None:
+    run = scene([])
+    put_out(run, [("a", 0, 0, [1.0] * 4)])
+    loser = racer(run, 1)
+    while not about_to_commit(loser):
+        loser.turn()
+    put_out(run, [("c", 0, 0, [2.0] * 4)])
+    # the winner merges both in one step, so the loser remembers another value for that version of the fragment
+    assert Aggregator(seen_by(run, seed=2)).take_pass().kind == "committed"
+    put_out(run, [("b", 0, 0, [3.0] * 4)])
+    assert loser.finish() == ["overtaken", "committed", "idle"]
+    once_each(run, [("a", 0, 0, [1.0] * 4), ("b", 0, 0, [3.0] * 4), ("c", 0, 0, [2.0] * 4)])
