@@ -23,6 +23,7 @@ from ps_diloco.ids import ContributionId
 from ps_diloco.layout import build_layout
 from ps_diloco.binding import ModelBinding
 from ps_diloco.merge import Candidate, FragmentMerge, lag_of, weigh
+from ps_diloco.progress import join_ramp
 from ps_diloco.outer import OuterState, outer_step
 from ps_diloco.records import Base, Round
 from ps_diloco.shard import decode_section, encode_section
@@ -81,10 +82,13 @@ def main() -> None:
     )
     if arguments.baselines:
         for count in (max(steps), round(sum(steps) / len(steps))):
-            print(f"alone, {count} steps: {train_alone(program, 0, count, corpus=corpus):.3f}", flush=True)
+            print(f"alone, {count} steps: {train_alone(program, 0, count, join_warmup_steps=settings.unit.sync_every, corpus=corpus):.3f}", flush=True)
         wide = program.model_copy(update={"train": program.train.model_copy(update={"batch_size": program.train.batch_size * len(speeds)})})
         count = round(sum(steps) / len(steps))
-        print(f"synchronous data-parallel, {count} steps of {len(speeds)}x the batch: {train_alone(wide, 0, count, corpus=corpus):.3f}", flush=True)
+        print(
+            f"synchronous data-parallel, {count} steps of {len(speeds)}x the batch: {train_alone(wide, 0, count, join_warmup_steps=settings.unit.sync_every, corpus=corpus):.3f}",
+            flush=True,
+        )
 
 
 def simulate(program, settings, corpus, speeds, arguments):
@@ -95,7 +99,10 @@ def simulate(program, settings, corpus, speeds, arguments):
     start = [bindings[0].snapshot(f) for f in fragments]
     world = [Global(value=start[f].clone(), outer=OuterState.zeros(layout.fragments[f].elements)) for f in fragments]
     states = [
-        [FragmentState.begin(f, layout.of(f), start[f], base(0), codec=settings.push.codec, decay=settings.push.error_feedback_decay) for f in fragments]
+        [
+            FragmentState.begin(f, layout.of(f), start[f], base(0), codec=settings.push.codec, decay=settings.push.error_feedback_decay)
+            for f in fragments
+        ]
         for _ in speeds
     ]
     outcomes: list[dict[int, str]] = [{} for _ in speeds]
@@ -124,7 +131,7 @@ def simulate(program, settings, corpus, speeds, arguments):
             (i,) = args
             unmerged = sum(s.unmerged_tokens + (steps[i] - last_cut[i][s.fragment]) * tokens_per_step for s in states[i]) / len(fragments)
             progress = min(1.0, (merged_tokens + unmerged) / arguments.tokens)
-            trainers[i].step(lr_at(progress, program.train))
+            trainers[i].step(lr_at(progress, program.train) * join_ramp(steps[i] + 1, settings.unit.sync_every))
             steps[i] += 1
             for f in fragments:
                 state = states[i][f]
@@ -151,14 +158,16 @@ def simulate(program, settings, corpus, speeds, arguments):
             if not g.pending:
                 continue
             candidates = [
-                Candidate(
-                    id=ContributionId(0, u, 0, p.seq), tokens=p.tokens, steps=p.steps, **stale_args(g, p)
-                )
-                for _, u, p in g.pending
+                Candidate(id=ContributionId(0, u, 0, p.seq), tokens=p.tokens, steps=p.steps, **stale_args(g, p)) for _, u, p in g.pending
             ]
             awaited = len(speeds) - len(set(g.rounds) | {u for _, u, _ in g.pending})
-            weighing = weigh(candidates, fragment_version=g.version, rounds=g.rounds, weights=g.weights, settings=settings.merge, awaited=awaited)
-            if weighing.mass < settings.merge.merge_at_least and now < min(t for t, _, _ in g.pending) + settings.merge.merge_wait_s_max - 1e-9:
+            weighing = weigh(
+                candidates, fragment_version=g.version, rounds=g.rounds, weights=g.weights, settings=settings.merge, awaited=awaited
+            )
+            if (
+                weighing.mass < settings.merge.merge_at_least
+                and now < min(t for t, _, _ in g.pending) + settings.merge.merge_wait_s_max - 1e-9
+            ):
                 continue
             by_id = {(u, p.seq): p for _, u, p in g.pending}
             merging = FragmentMerge(layout.fragments[f])

@@ -137,7 +137,9 @@ def _read_array(array: Any, target: torch.Tensor, objects: dict[str, Buffer], wh
             chunks=array.chunks,
         )
     if array.metadata.codecs != CODECS or array.metadata.chunk_key_encoding != DefaultChunkKeyEncoding(separator="/"):
-        raise FormatError("array of an anchor is encoded otherwise than the format says", key=where, codecs=str(array.metadata.codecs)[:200])
+        raise FormatError(
+            "array of an anchor is encoded otherwise than the format says", key=where, codecs=str(array.metadata.codecs)[:200]
+        )
     for index in range(-(-target.numel() // chunk)):
         frame = objects.get(f"{array.basename}/c/{index}")
         if frame is None or declared_size(frame.to_bytes()) != chunk * dtype.itemsize:

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -17,7 +18,7 @@ from torch import nn
 from ps_diloco import __version__, keys
 from ps_diloco.binding import ModelBinding
 from ps_diloco.checkpoint import Place, write_anchor
-from ps_diloco.config import CreateSettings, RunSettings
+from ps_diloco.config import CreateSettings, RunSettings, parse_settings
 from ps_diloco.env import Env
 from ps_diloco.errors import FormatError, IntegrityError, LayoutError, NotFound, RunExists, RunNotFound
 from ps_diloco.layout import Layout, build_layout, check_same_layout
@@ -36,6 +37,7 @@ from ps_diloco.records import (
     encode,
     sha256_of,
 )
+from ps_diloco.store import open_store
 from ps_diloco.store.base import Store
 from ps_diloco.store.claim import claim_object, probe_store
 
@@ -157,6 +159,21 @@ def create_run(
     return run
 
 
+def create(run_url: str, model: nn.Module, settings: Mapping[str, Any] | None = None, *, store: Store | None = None, **fixed: Any) -> OpenRun:
+    """Create a run at ``run_url`` whose version 0 is ``model``, from a training program of your own.
+
+    ``settings`` as in a TOML file, e.g. ``{"target_tokens": 10**9, "unit": {"sync_every": 100}}``; ``fixed`` is what can never change: ``name``, ``seed``,
+    ``num_fragments``, ``staleness_limit``. Does I/O. Raises :class:`ConfigError`, :class:`RunExists`, :class:`UnsupportedStore`.
+    """
+    return create_run(
+        store or open_store(run_url),
+        Env.system(),
+        model,
+        create=parse_settings(CreateSettings, fixed, source="arguments"),
+        settings=parse_settings(RunSettings, settings or {}, source="settings"),
+    )
+
+
 def _version_zero(run: OpenRun, model: nn.Module) -> Manifest:
     binding = ModelBinding(model, run.layout)
     entries = []
@@ -167,7 +184,15 @@ def _version_zero(run: OpenRun, model: nn.Module) -> Manifest:
         anchor = write_anchor(run, Place(timeline=0, fragment=fragment, fragment_version=0), value)
         entries.append(
             FragmentEntry(
-                fragment_version=0, sha256=value.sha256(), anchor=anchor, deltas=(), state=None, tokens=0.0, rounds={}, weights=(), masses=()
+                fragment_version=0,
+                sha256=value.sha256(),
+                anchor=anchor,
+                deltas=(),
+                state=None,
+                tokens=0.0,
+                rounds={},
+                weights=(),
+                masses=(),
             )
         )
     return Manifest(

@@ -12,7 +12,7 @@ from ps_diloco.errors import InvariantViolation
 from ps_diloco.ids import ContributionId
 from ps_diloco.layout import Layout
 from ps_diloco.progress import fragment_share
-from ps_diloco.records import Manifest, Stored, UnitEntry
+from ps_diloco.records import COUNT_MAX, Manifest, Parent, Stored, UnitEntry
 
 Rule = Callable[..., None]
 
@@ -27,20 +27,26 @@ def check_transition(head: Stored[Manifest], new: Manifest, layout: Layout) -> N
             raise InvariantViolation(text, remedy="report it, with this text", **where)
 
     rule(not old.final, "nothing follows a final manifest (§7.7)")
-    rule(new.parent is not None and new.parent.sha256 == head.sha256, "parent hash is not that of the head (I4)")
+    rule(new.parent == Parent(timeline=old.timeline, version=old.version, sha256=head.sha256), "parent is not the head (I4)")
     rule((new.timeline, new.version) == (old.timeline, old.version + 1), "version is not the head's plus one (I1)")
     rule(new.run_id == old.run_id, "manifest belongs to another run")
+    rule(new.config >= old.config, "config number went back")
     _check_fragments(old, new, layout, rule)
     _check_decisions(old, new, rule)
     rule(set(old.units) <= set(new.units), "a unit's receipts disappeared (I5)")
     for unit, before in old.units.items():
         _check_receipts(unit, before, new.units[unit], _decided(new, unit), rule)
+        _check_totals(unit, before, new, rule)
+    for unit, entry in new.units.items():
+        fresh = (entry.first, entry.outcomes, entry.merged, entry.refused) == (0, "", 0, 0)
+        rule(unit in old.units or fresh, "a new unit starts with receipts (I5)", unit=unit)
 
 
 def _check_fragments(old: Manifest, new: Manifest, layout: Layout, rule: Rule) -> None:
     rule(len(new.fragments) == len(old.fragments) == len(layout.fragments), "number of fragments changed")
     stepped = {step.fragment: step for step in new.steps}
     rule(len(stepped) == len(new.steps), "a fragment steps twice in one manifest")
+    rule(all(fragment < len(new.fragments) for fragment in stepped), "a fragment that does not exist steps")
     gained = 0.0
     for index, (before, after) in enumerate(zip(old.fragments, new.fragments, strict=True)):
         step = stepped.get(index)
@@ -80,6 +86,23 @@ def _decided(new: Manifest, unit: str) -> dict[int, str]:
     found = {ContributionId.parse(merged.contribution): "merged" for step in new.steps for merged in step.merged}
     found.update({ContributionId.parse(refused.contribution): refused.reason for refused in new.refused})
     return {contribution.seq: outcome for contribution, outcome in found.items() if contribution.unit == unit}
+
+
+def _check_totals(unit: str, before: UnitEntry, new: Manifest, rule: Rule) -> None:
+    merged = [m.tokens for step in new.steps for m in step.merged if ContributionId.parse(m.contribution).unit == unit]
+    lost = [r.tokens for r in new.refused if ContributionId.parse(r.contribution).unit == unit]
+    after = new.units[unit]
+    rule(
+        (after.merged, after.refused, after.tokens, after.lost)
+        == (
+            before.merged + len(merged),
+            before.refused + len(lost),
+            min(COUNT_MAX, before.tokens + sum(merged)),
+            min(COUNT_MAX, before.lost + sum(lost)),
+        ),
+        "a unit's totals do not grow by what was decided",
+        unit=unit,
+    )
 
 
 def _check_receipts(unit: str, before: UnitEntry, after: UnitEntry, decided: dict[int, str], rule: Rule) -> None:

@@ -7,12 +7,14 @@ import math
 from workers.settings import TrainSettings
 
 
-def lr_at(progress: float, settings: TrainSettings) -> float:
+def lr_at(progress: float | None, settings: TrainSettings) -> float:
     """Learning rate at ``progress`` in [0, 1]: a linear rise over ``warmup_fraction``, then a cosine down to ``min_lr_fraction`` of ``lr``.
 
-    Never 0: the rise starts from the minimum. A run without ``target_tokens`` stays at progress 0, so it wants no ``warmup_fraction``: the
-    join ramp of each unit (format §6.4) warms it up. Progress beyond the ends counts as the end.
+    Never 0: the rise starts from the minimum. None, a run without ``target_tokens``, means ``lr`` throughout. Progress beyond the ends counts
+    as the end.
     """
+    if progress is None:
+        return settings.lr
     progress = min(1.0, max(0.0, progress))
     low, warmup = settings.lr * settings.min_lr_fraction, settings.warmup_fraction
     if progress < warmup:

@@ -44,13 +44,13 @@ class ExitReason(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """What one inner step did. ``loss`` is the batch's mean in nats per byte, before the step; ``progress`` is the run's, in [0, 1]."""
+    """What one inner step did. ``loss`` is the batch's mean in nats per byte, before the step; ``progress`` is the run's, in [0, 1], None without a target."""
 
     step: int
     tokens: int
     loss: float
     lr: float
-    progress: float
+    progress: float | None
     version: int = 0
     """The newest global version that was read."""
     blocked_s: float = 0.0

@@ -19,6 +19,8 @@ from ps_diloco.env import Env
 from ps_diloco.run import OpenRun, open_run
 from ps_diloco.store import S3Settings, Store, open_store
 
+PLAIN_WIDTH = 160
+
 RunUrl = Annotated[str, typer.Argument(metavar="RUN", help="URL of the run: s3://bucket/prefix, file:///path, or a plain path.")]
 
 
@@ -43,11 +45,8 @@ def of(context: typer.Context) -> Context:
 
 def console(*, err: bool = False) -> Console:
     """Colours and bars on a terminal, plain text elsewhere."""
-    return Console(stderr=err, highlight=False, soft_wrap=not _terminal(err))
-
-
-def _terminal(err: bool) -> bool:
-    return (sys.stderr if err else sys.stdout).isatty()
+    terminal = (sys.stderr if err else sys.stdout).isatty()
+    return Console(stderr=err, highlight=False, width=None if terminal else PLAIN_WIDTH)
 
 
 @contextmanager

@@ -14,7 +14,6 @@ from rich.text import Text
 from ps_diloco.cli.context import bytes_text, count_text
 
 PLAIN_EVERY_S = 10.0
-TOTALS = ("steps", "bytes_pushed", "bytes_pulled", "blocked_s", "elapsed_s")
 
 
 @dataclass(kw_only=True)
@@ -112,7 +111,7 @@ def summarise(console: Console, summary: Summary) -> None:
     """Print the final tables."""
     table = Table(box=None, pad_edge=False, title="units", title_justify="left", title_style="bold")
     table.add_column("unit")
-    for title in ("steps", "tokens merged", "contributions merged", "refused", "pushed", "pulled", "blocked by sync"):
+    for title in ("steps", "tokens merged", "contributions merged", "refused", "pushed", "pulled", "own state saved", "blocked by sync"):
         table.add_column(title, justify="right")
     ledger = summary.ledger
     for name, row in summary.facts["units"].items():
@@ -125,6 +124,7 @@ def summarise(console: Console, summary: Summary) -> None:
             str(row["refused"]),
             bytes_text(ledger.total(name, "bytes_pushed")),
             bytes_text(ledger.total(name, "bytes_pulled")),
+            bytes_text(ledger.total(name, "bytes_saved")),
             f"{blocked_s:.2f} s ({blocked_s / max(elapsed_s, 1e-9):.2%})",
         )
     console.print()
@@ -140,7 +140,7 @@ def summarise(console: Console, summary: Summary) -> None:
         markup=False,
     )
     console.print(
-        f"traffic: {bytes_text(moved)} through the bucket, own state saves included; data-parallel training would have moved "
+        f"traffic: {bytes_text(moved)} of contributions and versions through the bucket; data-parallel training would have moved "
         f"{bytes_text(data_parallel)} for these steps (computed: a bf16 gradient out and in per step), {data_parallel / max(moved, 1.0):.0f}x more",
         markup=False,
     )

@@ -195,10 +195,7 @@ class Engine:
                 self._states[fragment].restore_residual(residual)
         else:
             saved = {s.fragment: s.residual.clone() if s.returned is None else s.residual + s.returned for s in self._states}
-            event.then(saved, self._cuts())
-
-    def _cuts(self) -> int:
-        return self._outbox.published + self._outbox.queued
+            event.then(saved, self._outbox.accepted)
 
     def _take_news(self, news: News) -> None:
         entry = news.head.record.units.get(self._identity.unit)

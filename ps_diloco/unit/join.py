@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -88,7 +89,7 @@ def join(
     link = Link(env, stop, url=run.store.url)
     outbox = Outbox(run, identity, link, stop, on_error=errors.append)
     engine = Engine(run.layout, settings, identity, first, outbox, on_error=errors.append)
-    saver = Saver(run, identity, outbox, link, stop, on_error=errors.append)
+    saver = Saver(replace(run, store=counting.inner), identity, outbox, link, stop, on_error=errors.append)
 
     def on_news(news: News) -> None:
         """Runs on the puller's thread: the first manifest that lists this incarnation opens the outbox."""
@@ -189,7 +190,7 @@ def keeps_residual(run: OpenRun, before: Stored[Manifest], after: Stored[Manifes
             merged = [ContributionId.parse(m.contribution) for step in following.record.steps for m in step.merged]
             late = [c for c in merged if c.unit == unit and (c.incarnation != restored.incarnation or c.seq > restored.covers.seq)]
             if old.incarnation > restored.incarnation:
-                return not late and old.first == 0 and "m" not in old.outcomes
+                return False  # the receipts of the incarnation that saved the state are gone
             beyond = range(restored.covers.seq + 1, old.first + len(old.outcomes))
             return not late and old.first <= restored.covers.seq + 1 and all(old.outcome(seq) != "merged" for seq in beyond)
         before = following

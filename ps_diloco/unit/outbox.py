@@ -71,6 +71,11 @@ class Outbox:
             return self._published.wait_for(lambda: self._count >= count or self._stop.is_set(), timeout_s) and self._count >= count
 
     @property
+    def accepted(self) -> int:
+        """Number of cuts that were put, written or not: the seq of the next one."""
+        return self._put
+
+    @property
     def queued(self) -> int:
         return self._put - self._count
 

@@ -146,7 +146,7 @@ def _load(run: OpenRun, record: UnitState) -> Restored:
         meta = json.loads(header["__metadata__"][META])
         scalars = {str(name): value for name, value in meta["scalars"].items() if isinstance(value, int | float)}
         inner_steps, tokens, extra = int(meta["inner_steps"]), int(meta["tokens"]), meta["extra"]
-    except (safetensors.SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (safetensors.SafetensorError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise FormatError("saved state is not what the format asks for", key=record.data.key, cause=str(error)[:200]) from None
     residuals = {}
     for fragment, size in enumerate(run.layout.fragments):

@@ -6,13 +6,14 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
 from ps_diloco.records import Covers
 from ps_diloco.run import OpenRun
+from ps_diloco.store.counting import CountingStore
 from ps_diloco.unit.link import Link
 from ps_diloco.unit.outbox import Identity, Outbox
 from ps_diloco.unit.saved import InnerState, write_unit_state
@@ -40,7 +41,6 @@ class Saver:
         *,
         on_error: Callable[[BaseException], None],
     ) -> None:
-        self._run = run
         self._identity = identity
         self._outbox = outbox
         self._link = link
@@ -48,6 +48,8 @@ class Saver:
         self._on_error = on_error
         self._expected = 0
         self._written = 0
+        self._store = CountingStore(run.store)
+        self._run = replace(run, store=self._store)
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._loop, name="ps-diloco-saver", daemon=True)
 
@@ -58,6 +60,10 @@ class Saver:
     def free(self) -> bool:
         """Whether the last state is written; the next one may be captured."""
         return self._written == self._expected
+
+    @property
+    def bytes_written(self) -> int:
+        return self._store.snapshot().bytes_out
 
     def expect(self) -> None:
         """A state was captured and will be put. Called by the training thread."""

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -111,9 +112,11 @@ class Unit:
         self._closed = False
         self._progress = LearningRateProgress(settings.target_tokens)
         warmup = settings.unit.join_warmup_steps
-        late = first.head.record.tokens > 0 and restored is None
-        self._ramp = (settings.unit.sync_every if warmup is None else warmup) if late else 0
-        self._to_restart = set(range(len(self._layout.fragments))) if self._ramp else set()
+        warmup = settings.unit.sync_every if warmup is None else warmup
+        self._ramp = warmup if restored is None else 0
+        """Inner steps for which the learning rate rises, because the inner optimizer starts cold."""
+        late = self._ramp > 0 and first.head.record.tokens > 0
+        self._to_restart = set(range(len(self._layout.fragments))) if late else set()
         self._spans = [Span() for _ in self._layout.fragments]
         self._schedule_cuts()
         self._cuts_since_save = 0
@@ -156,15 +159,17 @@ class Unit:
         return self._done
 
     @property
-    def progress(self) -> float:
-        """Fraction of the run's target tokens that is done, own work on its way included; 0 for ever without a target."""
+    def progress(self) -> float | None:
+        """Fraction of the run's target tokens that is done, own work on its way included; None without a target."""
+        if self._settings.target_tokens is None:
+            return None
         unmerged = [queued + span.tokens for queued, span in zip(self._parts.engine.unmerged_tokens(), self._spans, strict=True)]
         merged = self._parts.engine.newest.head.record.tokens
         return self._progress.update(merged, own_tokens(self._layout, unmerged))
 
     @property
     def lr_scale(self) -> float:
-        """Factor for the learning rate: below 1 only while an incarnation without inner state joins a run that has begun."""
+        """Factor for the learning rate: below 1 only during the first steps of an incarnation that restored no inner state."""
         return join_ramp(self.steps + 1, self._ramp)
 
     @property
@@ -189,6 +194,7 @@ class Unit:
             "blocked_s": round(self.blocked_s, 4),
             "bytes_pushed": counts.bytes_out,
             "bytes_pulled": counts.bytes_in,
+            "bytes_saved": parts.saver.bytes_written,
             "away_s": round(parts.link.away_s, 1),
             "lost_tokens": sum(account.lost_tokens for account, _ in accounts),
             "taken_back": sum(account.taken_back for account, _ in accounts),
@@ -209,7 +215,7 @@ class Unit:
             if not self._ramping:
                 self._save()
         parts.engine.join(drain_s)
-        parts.outbox.wait_published(parts.outbox.published + parts.outbox.queued, drain_s)
+        parts.outbox.wait_published(parts.outbox.accepted, drain_s)
         parts.saver.join(drain_s)
         parts.stop.set()
         parts.outbox.join(5.0)
@@ -260,8 +266,8 @@ class Unit:
 
     def _cut_what_is_due(self) -> None:
         for fragment, span in enumerate(self._spans):
-            if self.steps < span.due_at or not self._parts.engine.can_cut(fragment):
-                continue  # not due, or two of its cuts wait: then the span grows
+            if not span.steps or self.steps < span.due_at or not self._parts.engine.can_cut(fragment):
+                continue  # replaced in this very step, not due, or two of its cuts wait: then the span grows
             self._cut(fragment)
             every = self._settings.unit.sync_every
             span.due_at += every * (1 + (self.steps - span.due_at) // every)
@@ -271,7 +277,7 @@ class Unit:
 
     def _cut(self, fragment: int) -> None:
         span = self._spans[fragment]
-        loss = self._loss = span.losses / span.counted if span.counted else None
+        loss = self._loss = span.losses / span.counted if span.counted and math.isfinite(span.losses) else None
         self._parts.engine.post(
             Cut(
                 fragment=fragment,

@@ -68,7 +68,6 @@ def head(*rounds: Mapping[str, tuple[int, int]], at: int = 20, listed: Sequence[
             rounds={unit: Round(tokens=tokens, fragment_version=version) for unit, (tokens, version) in seen.items()},
             weights=(),
             masses=(),
-            masses=(),
         )
         for seen in rounds
     )

@@ -182,6 +182,18 @@ class Trainer:
         """Apply corrections that are ready, without a step. Between two inner steps, as ``close`` does it."""
         self.unit._adopt()
 
+    def settle(self, version: int) -> None:
+        """Wait, without a step, until a version is read and adopted and nothing is undecided."""
+
+        def settled() -> bool:
+            self.adopt()
+            engine = self.parts.engine
+            states = engine.states()
+            adopted = all(state.held == engine.newest.base(state.fragment) and state.correcting is None for state in states)
+            return self.unit.version >= version and engine.undecided() == 0 and adopted
+
+        wait_until(settled, f"version {version} and nothing undecided")
+
     @property
     def parts(self) -> Any:
         return self.unit._parts
