@@ -6,10 +6,12 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import torch
 
+from ps_diloco import keys
 from ps_diloco.checkpoint import update_sections
 from ps_diloco.errors import FormatError, NonFinite
 from ps_diloco.inbox import Incoming
@@ -18,6 +20,8 @@ from ps_diloco.records import Contribution, Manifest, Reason, Run
 from ps_diloco.run import OpenRun
 from ps_diloco.shard import FLOAT_CODECS, ShardReader, shard_bytes_max
 from ps_diloco.store.refs import fetch
+
+_SHARD_NAME = re.compile(r"-[0-9a-f]{16}-r\d{5}\.shard", re.ASCII)  # after the record's own name (format §4)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,8 +53,11 @@ def admit(incoming: Incoming, head: Manifest, run: Run) -> Admitted | Refusal:
         return Refusal(reason="codec", detail=f"codec {record.codec!r}, known are {', '.join(sorted(FLOAT_CODECS))}")
     if len(record.shards) != 1 or record.shards[0].slices is not None:
         return Refusal(reason="bad-record", detail="contributions of several ranks are not read by this version")
-    if not record.shards[0].ref.key.startswith(f"units/{record.unit}/"):
-        return Refusal(reason="bad-record", detail=f"shard {record.shards[0].ref.key} is not below the unit's own prefix")
+    own = keys.record(record.id).removesuffix(".json")
+    if not _SHARD_NAME.fullmatch(record.shards[0].ref.key.removeprefix(own)):
+        return Refusal(
+            reason="bad-record", detail=f"shard {record.shards[0].ref.key} does not stand under the contribution's own name {own}"
+        )
     if len(record.sum_squares) != len(run.layout.of(record.fragment)):
         return Refusal(
             reason="bad-record", detail=f"{len(record.sum_squares)} sums of squares for {len(run.layout.of(record.fragment))} tensors"

@@ -21,7 +21,7 @@ from ps_diloco import keys
 from ps_diloco.checkpoint import Place, read_fragment, read_state, write_anchor, write_delta, write_state
 from ps_diloco.codecs import check_finite
 from ps_diloco.config import RunSettings
-from ps_diloco.errors import FormatError, NonFinite, NotFound, StoreError
+from ps_diloco.errors import Denied, FormatError, NonFinite, NotFound, StoreError
 from ps_diloco.fragment import FragmentValue
 from ps_diloco.ids import ContributionId
 from ps_diloco.inbox import Inbox
@@ -130,11 +130,11 @@ class Aggregator:
         self._memory.config = max(self._memory.config, head.config)
         if not now and clock_s - self._memory.discovered_at_s < DISCOVER_EVERY_S:
             return
-        self._memory.discovered_at_s = clock_s
         self._memory.arrivals.update(self._inbox.discover(head))
         while (settings := self._run.config_if_any(self._memory.config + 1)) is not None:
             self._memory.config += 1
             self._memory.settings[self._memory.config] = settings
+        self._memory.discovered_at_s = clock_s
 
     def _settings(self, n: int) -> RunSettings:
         if n not in self._memory.settings:
@@ -183,7 +183,7 @@ class Aggregator:
             admitted = by_id[candidate.id]
             try:
                 answer: Loaded | Refusal | None = load(self._run, admitted)
-            except NotFound as error:
+            except (NotFound, Denied) as error:  # some stores deny what is absent, and what stays denied must not block its unit for ever
                 answer = self._absent(head, candidate.id, draft, error)
             except StoreError as error:
                 log.warning("contribution %s cannot be read now and waits: %s", candidate.id, error)
@@ -200,7 +200,7 @@ class Aggregator:
             return None
         return merging
 
-    def _absent(self, head: Manifest, contribution: ContributionId, draft: Draft, error: NotFound) -> Refusal | None:
+    def _absent(self, head: Manifest, contribution: ContributionId, draft: Draft, error: StoreError) -> Refusal | None:
         """An object that a record names is not there: tried again a few times, counted in the manifest, then refused."""
         tries = head.units[contribution.unit].tries.get(str(contribution.seq), 0) + 1
         if tries >= TRIES_MAX:
@@ -320,6 +320,7 @@ class Aggregator:
             self._run.log.write_hint(head)
         except StoreError as error:
             log.warning("could not write %s: %s", keys.HEAD, error)
+            return
         self._memory.hinted, self._memory.hinted_at_s = head.sha256, now_s
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ps_diloco import keys
-from ps_diloco.errors import FormatError, NotFound
+from ps_diloco.errors import FormatError, NotFound, StoreError
 from ps_diloco.ids import UNIT_NAME, ContributionId
 from ps_diloco.records import RECORD_BYTES_MAX, UNDECIDED_MAX, Contribution, Incarnation, Manifest, decode, sha256_of
 from ps_diloco.run import OpenRun
@@ -38,16 +38,22 @@ class Inbox:
         self._known: dict[ContributionId, Incoming] = {}
 
     def refresh(self, head: Manifest) -> list[Incoming]:
-        """All undecided records that exist, in (unit, seq) order. One GET per unit when nothing is new."""
+        """All undecided records that can be read, in (unit, seq) order. One GET per unit when nothing is new.
+
+        A unit whose next record cannot be read now waits, and keeps nobody else waiting.
+        """
         wanted: list[Incoming] = []
         for unit, entry in sorted(head.units.items()):
-            for seq in range(entry.first_undecided, entry.first_undecided + UNDECIDED_MAX):
-                if entry.outcome(seq) is not None:
-                    continue
-                incoming = self._get(ContributionId(head.timeline, unit, entry.incarnation, seq))
-                if incoming is None:
-                    break
-                wanted.append(incoming)
+            try:
+                for seq in range(entry.first_undecided, entry.first_undecided + UNDECIDED_MAX):
+                    if entry.outcome(seq) is not None:
+                        continue
+                    incoming = self._get(ContributionId(head.timeline, unit, entry.incarnation, seq))
+                    if incoming is None:
+                        break
+                    wanted.append(incoming)
+            except StoreError as error:
+                log.warning("the next record of unit %s cannot be read now: %s", unit, error)
         self._known = {incoming.id: incoming for incoming in wanted}
         return wanted
 

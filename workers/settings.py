@@ -54,7 +54,7 @@ class TrainSettings(Settings):
     lr: float = Field(default=2e-3, gt=0, le=10, description="highest inner learning rate")
     min_lr_fraction: float = Field(default=0.1, gt=0, le=1, description="share of lr that is left at the end")
     warmup_fraction: float = Field(
-        default=0.02, ge=0, lt=1, description="share of the run in which lr rises; besides the ramp of each unit that starts cold"
+        default=0.1, ge=0, lt=1, description="share of the run in which lr rises; besides the ramp of each unit that starts cold"
     )
     weight_decay: float = Field(default=0.1, ge=0, le=10, description="of matrices; vectors are not decayed")
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)

@@ -193,6 +193,7 @@ class Engine:
         elif isinstance(event, Residuals):
             for fragment, residual in event.values.items():
                 self._states[fragment].restore_residual(residual)
+                self._count(fragment)
         else:
             saved = {s.fragment: s.residual.clone() if s.returned is None else s.residual + s.returned for s in self._states}
             event.then(saved, self._outbox.accepted)

@@ -19,9 +19,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from aggregator.outer_step import Aggregator
 from ps_diloco import CreateSettings, RunSettings, create_run, keys
 from ps_diloco.checkpoint import buffer_sections, read_fragment
 from ps_diloco.env import Env, SeededEntropy
+from ps_diloco.errors import Unavailable
 from ps_diloco.fragment import FragmentValue
 from ps_diloco.ids import ContributionId
 from ps_diloco.merge import sum_squares
@@ -31,6 +33,7 @@ from ps_diloco.shard import Section, encode_section, encode_shard
 from ps_diloco.store import MemoryStore, Store
 from ps_diloco.store.refs import put_data
 from ps_diloco.transition import check_transition
+from tests.stores import WrappedStore
 
 START = {"a": [1.0, 2.0, 3.0, 4.0], "b": [-1.0, 0.5, 0.25]}
 """Version 0. With two fragments ``a`` and the integer buffer are fragment 0, ``b`` and the float buffer fragment 1."""
@@ -61,6 +64,18 @@ class FakeClock:
     def wait(self, event: threading.Event, timeout_s: float) -> bool:
         self.now_s += 0.0 if event.is_set() else timeout_s
         return event.is_set()
+
+
+class Unreadable(WrappedStore):
+    """Has no answer for one key while ``broken``."""
+
+    key = ""
+    broken = True
+
+    def get(self, key: str, **options: Any) -> bytes:
+        if self.broken and key == self.key:
+            raise Unavailable("injected", key=key)
+        return super().get(key, **options)
 
 
 class Tiny(nn.Module):
@@ -95,6 +110,16 @@ def copy_of(store: Store) -> MemoryStore:
     for info in store.list(""):
         copy.put(info.key, store.get(info.key))
     return copy
+
+
+def listed(*units: str, fragments: int = 1, clock: FakeClock | None = None, **settings: Any) -> tuple[OpenRun, Aggregator]:
+    """A run whose units are listed, and an aggregator that listed them."""
+    run = tiny_run(MemoryStore(), env=fake_env(clock=clock), fragments=fragments, **settings)
+    for unit in units:
+        announce(run, unit)
+    aggregator = Aggregator(run)
+    assert aggregator.take_pass().kind == "committed"
+    return run, aggregator
 
 
 def announce(run: OpenRun, unit: str, incarnation: int = 0, **changes: Any) -> Incarnation:
@@ -213,4 +238,18 @@ def walk(run: OpenRun, *, objects: bool = True) -> list[Manifest]:
     numbers = [int(info.key[-25:-5]) for info in run.store.list(keys.manifests(0))]
     assert numbers == list(range(len(history))), "versions are contiguous (I1)"
     assert all(count == 1 for count in merged_in(history).values()), "a contribution was merged twice (I2)"
+    check_order(history)
     return history
+
+
+def check_order(history: Sequence[Manifest]) -> None:
+    """Within a (unit, fragment) contributions are decided in the order of their numbers (I5)."""
+    newest: dict[tuple[str, int, int], int] = {}
+    for manifest in history:
+        decided = [(m.contribution, step.fragment) for step in manifest.steps for m in step.merged]
+        decided += [(refused.contribution, refused.fragment) for refused in manifest.refused if refused.fragment is not None]
+        for name, fragment in sorted(decided):
+            contribution = ContributionId.parse(name)
+            line = (contribution.unit, contribution.incarnation, fragment)
+            assert contribution.seq > newest.get(line, -1), f"{name} is decided out of order (I5)"
+            newest[line] = contribution.seq

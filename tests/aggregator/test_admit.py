@@ -13,17 +13,16 @@ import torch
 from aggregator.outer_step import TRY_EVERY_S, Aggregator
 from ps_diloco import keys
 from ps_diloco.codecs import CODECS
-from ps_diloco.errors import Unavailable
 from ps_diloco.ids import ContributionId
 from ps_diloco.records import COUNT_MAX, OUTCOME_CHAR, RECORD_BYTES_MAX, Base, Contribution, Manifest, ShardRef, encode
 from ps_diloco.run import OpenRun
 from ps_diloco.shard import Section
 from ps_diloco.store import MemoryStore
 from ps_diloco.zstd import compress
-from tests.aggregator.bench import FakeClock, announce, base_of, changed, fake_env, publish, seen_by, tiny_run, values, walk
-from tests.stores import WrappedStore
+from tests.aggregator.bench import FakeClock, Unreadable, announce, base_of, changed, fake_env, publish, seen_by, tiny_run, values, walk
 
 LIE = ContributionId(0, "liar", 0, 0)
+LIE_NEXT = ContributionId(0, "liar", 0, 1)
 HONEST = [0.5, -0.25, 1.0, 0.0, 0.125, -2.0, 3.0]
 Liar = Callable[[OpenRun], object]
 
@@ -113,8 +112,14 @@ LIES: dict[str, tuple[str, str, Liar]] = {
         "ranks",
         with_edit(lambda r: r.model_copy(update={"shards": (ShardRef(ref=r.shards[0].ref, slices=((0, 0, 7),)),)})),
     ),
-    "a shard of another unit": ("bad-record", "prefix", with_edit(ref_changed(key="units/a/t000000/000000/x.shard"))),
-    "a shard outside units": ("bad-record", "prefix", with_edit(ref_changed(key="run.json"))),
+    "a shard of another unit": (
+        "bad-record",
+        "own name",
+        with_edit(ref_changed(key=keys.shard(ContributionId(0, "a", 0, 0), "0" * 16))),
+    ),
+    "a shard of another contribution": ("bad-record", "own name", with_edit(ref_changed(key=keys.shard(LIE_NEXT, "0" * 16)))),
+    "a shard outside units": ("bad-record", "own name", with_edit(ref_changed(key="run.json"))),
+    "a shard whose name no file system takes": ("bad-record", "own name", with_edit(ref_changed(key="units/liar/" + "x" * 900))),
     "a stated size that is too small": ("corrupt", "larger", with_edit(ref_changed(size=40))),
     "a stated size that is too large": ("corrupt", "size", with_edit(ref_changed(size=100_000))),
     "a stated size beyond all need": ("corrupt", "larger", with_edit(ref_changed(size=COUNT_MAX))),
@@ -141,7 +146,7 @@ def recounted(data: bytes) -> bytes:
     import google_crc32c
 
     length = int.from_bytes(data[8:12], "little")
-    text = data[16 : 16 + length].replace(str(LIE).encode(), str(ContributionId(0, "liar", 0, 1)).encode())
+    text = data[16 : 16 + length].replace(str(LIE).encode(), str(LIE_NEXT).encode())
     return data[:12] + google_crc32c.value(text).to_bytes(4, "little") + text + data[16 + length :]
 
 
@@ -226,6 +231,19 @@ def test_an_update_that_overflows_costs_the_largest_contribution_and_nobody_else
     run, manifest = merged_beside(lambda run: publish(run, "liar", 0, huge), **settings)
     assert [(r.contribution, r.reason) for r in manifest.refused] == [(str(LIE), "norm")]
     assert manifest.fragments[0].sha256 == merged_beside(None, **settings)[1].fragments[0].sha256
+    walk(run)
+
+
+def test_parameters_that_would_overflow_cost_the_contribution_that_drives_them_there() -> None:
+    settings: dict[str, Any] = {"outer": {"lr": 1.0, "momentum": 0.0}, "pull": {"codec": "none"}}
+    run = tiny_run(MemoryStore(), **settings)
+    announce(run, "liar")
+    aggregator = Aggregator(run)
+    aggregator.take_pass()
+    for seq in range(2):
+        publish(run, "liar", seq, [-3e38] * 7)
+        manifest = aggregator.take_pass().head.record
+    assert (manifest.units["liar"].outcomes, manifest.fragments[0].fragment_version) == ("mo", 1)
     walk(run)
 
 
@@ -315,18 +333,6 @@ def test_a_shard_that_comes_late_is_merged_before_what_waited_behind_it() -> Non
     manifest = scene.aggregator.take_pass(force="once").head.record
     assert [m.contribution for m in manifest.steps[0].merged] == [str(LIE), str(LIE)[:-1] + "1"]
     assert (manifest.units["liar"].outcomes, manifest.units["liar"].tries) == ("mmm", {})
-
-
-class Unreadable(WrappedStore):
-    """Has no answer for one key while ``broken``."""
-
-    key = ""
-    broken = True
-
-    def get(self, key: str, **options: Any) -> bytes:
-        if self.broken and key == self.key:
-            raise Unavailable("injected", key=key)
-        return super().get(key, **options)
 
 
 def test_a_shard_that_cannot_be_read_now_is_no_decision_and_later_ones_of_its_line_wait_behind_it() -> None:

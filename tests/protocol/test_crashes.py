@@ -165,17 +165,24 @@ def test_a_commit_whose_answer_is_lost_is_known_as_won_even_when_another_has_com
     assert (len(history), len(merged_in(history))) == (5, 8)
 
 
-def test_a_commit_that_lands_after_its_aggregator_gave_up_counts_once(begun: OpenRun, undisturbed: End) -> None:
+@pytest.mark.parametrize("when", ["before the next pass", "during the next commit"])
+def test_a_commit_that_lands_after_its_aggregator_gave_up_counts_once(begun: OpenRun, undisturbed: End, when: str) -> None:
     run, clock = fresh(begun), FakeClock()
     late: list[bytes] = []
+    key = "manifests/000000/00000000000000000003.json"
 
     class Slow(FaultyStore):
         """Holds the first manifest back, and answers nothing about its key."""
 
+        silent = True
+
         def put(self, key: str, data: bytes | bytearray | memoryview, *, overwrite: bool = False) -> str | None:
             if key.startswith("manifests/"):
-                late.append(bytes(data))
-                raise Unavailable("injected", maybe_applied=True)
+                if self.silent:
+                    late.append(bytes(data))
+                    raise Unavailable("injected", maybe_applied=True)
+                if when == "during the next commit":
+                    run.store.put(key, late[0])
             return super().put(key, data, overwrite=overwrite)
 
     slow = Slow(run.store)
@@ -183,8 +190,14 @@ def test_a_commit_that_lands_after_its_aggregator_gave_up_counts_once(begun: Ope
     with pytest.raises(Unavailable, match="no definite answer"):
         aggregator.take_pass()
     assert len(set(late)) == 1  # only ever the same bytes
-    run.store.put("manifests/000000/00000000000000000003.json", late[0])
-    assert aggregator.take_pass().kind == "idle"
+    slow.silent = False
+    if when == "before the next pass":
+        run.store.put(key, late[0])
+        assert aggregator.take_pass().kind == "idle"
+    else:
+        assert aggregator.take_pass().kind == "overtaken"
+        assert aggregator.take_pass().kind == "idle"
+    assert run.store.get(key) == late[0]
     assert end_of(walk(run)[-1]) == undisturbed
 
 

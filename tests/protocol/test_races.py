@@ -7,8 +7,10 @@ import random
 import pytest
 
 from aggregator.outer_step import Aggregator
+from ps_diloco import keys
+from ps_diloco.records import Config, encode
 from ps_diloco.run import OpenRun
-from tests.aggregator.bench import ADDITIVE, announce, copy_of, seen_by, walk
+from tests.aggregator.bench import ADDITIVE, Unreadable, announce, changed, copy_of, merged_in, publish, seen_by, walk
 from tests.protocol.additive import WORK, once_each, pass_until_idle, put_out, scene
 from tests.protocol.turns import Actor
 from tests.stores import FaultyStore
@@ -130,3 +132,47 @@ def test_a_loser_whose_fragment_was_stepped_starts_again_from_the_winners_versio
     put_out(run, [("b", 0, 0, [3.0] * 4)])
     assert loser.finish() == ["overtaken", "committed", "idle"]
     once_each(run, [("a", 0, 0, [1.0] * 4), ("b", 0, 0, [3.0] * 4), ("c", 0, 0, [2.0] * 4)])
+
+
+def test_a_loser_whose_fragment_was_stepped_with_other_work_starts_again() -> None:
+    run = scene([])
+    put_out(run, [("a", 0, 0, [1.0] * 4)])
+    loser = racer(run, 1)
+    while not about_to_commit(loser):
+        loser.turn()
+    half_blind = Unreadable(run.store)
+    half_blind.key = next(info.key for info in run.store.list("units/a/t000000/") if info.key.endswith(".shard"))
+    put_out(run, [("c", 0, 0, [2.0] * 4)])
+    winner = Aggregator(seen_by(run, store=half_blind, seed=2)).take_pass().head.record
+    assert [m.contribution[8] for m in winner.steps[0].merged] == ["c"]
+    assert loser.finish() == ["overtaken", "committed", "idle"]
+    once_each(run, [("a", 0, 0, [1.0] * 4), ("c", 0, 0, [2.0] * 4)])
+
+
+def test_a_loser_whose_only_refusal_was_pronounced_by_the_winner_has_nothing_left_to_do() -> None:
+    run = scene([])
+    publish(run, "a", 0, [1.0] * 4, edit=changed(codec="zip9"))
+    loser = racer(run, 1)
+    while not about_to_commit(loser):
+        loser.turn()
+    assert pass_until_idle(Aggregator(seen_by(run, seed=2))) == ["committed", "idle"]
+    assert loser.finish() == ["overtaken", "idle"]
+    assert walk(run)[-1].units["a"].refused == 1
+
+
+def test_a_loser_does_not_put_its_settings_over_newer_ones() -> None:
+    run = scene([], merge={**ADDITIVE["merge"], "quorum": 2})
+    put_out(run, [("a", 0, 1, [1.0, 2.0, 3.0])])
+    loser = Actor(run.store, lambda store: Aggregator(seen_by(run, store=store, seed=1)).take_pass(force="once"))
+    while not about_to_commit(loser):
+        loser.turn()
+    settings = run.config(0).model_copy(update={"target_tokens": 10**9})
+    record = Config(run_id=run.run_id, n=1, attempt="0" * 16, reason="", created_at="", settings=settings)
+    run.store.put(keys.config(1), encode(record))
+    put_out(run, [("a", 1, 0, [1.0] * 4), ("b", 0, 0, [1.0] * 4)])
+    assert Aggregator(seen_by(run, seed=2)).take_pass().head.record.config == 1
+    assert loser.finish().kind == "overtaken"
+    Aggregator(seen_by(run, seed=3)).take_pass(force="once")
+    history = walk(run)
+    assert [manifest.config for manifest in history] == sorted(manifest.config for manifest in history)
+    assert len(merged_in(history)) == 3

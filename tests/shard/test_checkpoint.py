@@ -266,7 +266,6 @@ def _entry(version: int, anchor: int, deltas: list[int], *, state: int | None = 
         rounds={},
         weights=(),
         masses=(),
-        masses=(),
     )
 
 

@@ -114,6 +114,10 @@ class Scene:
 
         wait_until(done, what)
 
+    def sync(self, *trainers: Trainer) -> None:
+        """Everything that was cut is merged, read and adopted."""
+        self.aggregate(until=lambda: all(trainer.settled(self.head.version) for trainer in trainers))
+
     @property
     def head(self) -> Manifest:
         return self.run.log.find_head().record
@@ -182,17 +186,20 @@ class Trainer:
         """Apply corrections that are ready, without a step. Between two inner steps, as ``close`` does it."""
         self.unit._adopt()
 
+    def settled(self, version: int) -> bool:
+        """Adopt what is ready; whether a version is read and adopted and nothing is undecided. No step."""
+        self.adopt()
+        engine = self.parts.engine
+        adopted = all(state.held == engine.newest.base(state.fragment) and state.correcting is None for state in engine.states())
+        return self.unit.version >= version and engine.undecided() == 0 and adopted
+
     def settle(self, version: int) -> None:
-        """Wait, without a step, until a version is read and adopted and nothing is undecided."""
+        """Wait until :meth:`settled`."""
+        wait_until(lambda: self.settled(version), f"version {version} and nothing undecided")
 
-        def settled() -> bool:
-            self.adopt()
-            engine = self.parts.engine
-            states = engine.states()
-            adopted = all(state.held == engine.newest.base(state.fragment) and state.correcting is None for state in states)
-            return self.unit.version >= version and engine.undecided() == 0 and adopted
-
-        wait_until(settled, f"version {version} and nothing undecided")
+    def abandon(self) -> None:
+        """Let the unit end without publishing or saving anything more."""
+        self.parts.errors.append(RuntimeError("abandoned"))
 
     @property
     def parts(self) -> Any:
