@@ -11,20 +11,19 @@ from __future__ import annotations
 
 import argparse
 import heapq
-import math
 import time
 from dataclasses import dataclass, field
 
 import torch
 
+from ps_diloco.binding import ModelBinding
 from ps_diloco.config import RunSettings, parse_settings, set_dotted
 from ps_diloco.fragment import FragmentValue
 from ps_diloco.ids import ContributionId
 from ps_diloco.layout import build_layout
-from ps_diloco.binding import ModelBinding
 from ps_diloco.merge import Candidate, FragmentMerge, lag_of, weigh
-from ps_diloco.progress import join_ramp
 from ps_diloco.outer import OuterState, outer_step
+from ps_diloco.progress import join_ramp
 from ps_diloco.records import Base, Round
 from ps_diloco.shard import decode_section, encode_section
 from ps_diloco.unit.state import FragmentState, Pending
@@ -82,7 +81,10 @@ def main() -> None:
     )
     if arguments.baselines:
         for count in (max(steps), round(sum(steps) / len(steps))):
-            print(f"alone, {count} steps: {train_alone(program, 0, count, join_warmup_steps=settings.unit.sync_every, corpus=corpus):.3f}", flush=True)
+            print(
+                f"alone, {count} steps: {train_alone(program, 0, count, join_warmup_steps=settings.unit.sync_every, corpus=corpus):.3f}",
+                flush=True,
+            )
         wide = program.model_copy(update={"train": program.train.model_copy(update={"batch_size": program.train.batch_size * len(speeds)})})
         count = round(sum(steps) / len(steps))
         print(

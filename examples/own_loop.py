@@ -1,8 +1,8 @@
 """Your own training loop as a unit of a run.
 
-    python examples/own_loop.py RUN --create          # once: the run, with this model as version 0
-    ps-diloco aggregate RUN                           # somewhere
-    python examples/own_loop.py RUN --name us-east-1a # on every machine, each with its own name
+python examples/own_loop.py RUN --create          # once: the run, with this model as version 0
+ps-diloco aggregate RUN                           # somewhere
+python examples/own_loop.py RUN --name us-east-1a # on every machine, each with its own name
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Annotated, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
 from torch import nn
 
 from ps_diloco.errors import LayoutError
@@ -35,7 +35,7 @@ class LayoutEntry(_Part):
     """One stored tensor: its place is ``[offset, offset + size)`` of its role's array in ``fragment``."""
 
     name: Annotated[str, Field(min_length=1, max_length=1000)]
-    shape: Annotated[tuple[Size, ...], Field(max_length=64)]
+    shape: Annotated[tuple[Size, ...], FailFast(), Field(max_length=64)]
     dtype: Annotated[str, Field(max_length=20)]
     role: Role
     fragment: Annotated[int, Field(ge=0, lt=FRAGMENTS_MAX)]
@@ -66,8 +66,8 @@ ROLE_ARRAY: dict[str, str] = {"parameter": "elements", "float_buffer": "floats",
 class Layout(_Part):
     """Every stored tensor of a model, each element in exactly one place."""
 
-    fragments: Annotated[tuple[FragmentSize, ...], Field(min_length=1, max_length=FRAGMENTS_MAX)]
-    entries: Annotated[tuple[LayoutEntry, ...], Field(min_length=1, max_length=1_000_000)]
+    fragments: Annotated[tuple[FragmentSize, ...], FailFast(), Field(min_length=1, max_length=FRAGMENTS_MAX)]
+    entries: Annotated[tuple[LayoutEntry, ...], FailFast(), Field(min_length=1, max_length=1_000_000)]
 
     @model_validator(mode="after")
     def _covers_once(self) -> Layout:

@@ -124,21 +124,24 @@ class Log:
 
     def read_hint(self) -> Stored[Manifest] | None:
         """The manifest that ``head.json`` names, if hint and manifest agree; None for any hint that is absent, stale beyond use, or garbage."""
-        return self._hinted(after=(-1, -1))
+        return self._hinted(None)[1]
 
-    def read_hint_after(self, known: Stored[Manifest]) -> Stored[Manifest] | None:
-        """Like :meth:`read_hint`, but only if it names something newer than ``known``: one GET when it does not."""
-        return self._hinted(after=(known.record.timeline, known.record.version))
+    def read_hint_after(self, known: Stored[Manifest]) -> tuple[bool, Stored[Manifest] | None]:
+        """(whether the hint is of use, what it names if that is newer than ``known``). One GET when it is not newer."""
+        return self._hinted(known)
 
-    def _hinted(self, *, after: tuple[int, int]) -> Stored[Manifest] | None:
+    def _hinted(self, known: Stored[Manifest] | None) -> tuple[bool, Stored[Manifest] | None]:
+        after = (known.record.timeline, known.record.version) if known else (-1, -1)
         try:
             hint = decode(
                 Head, self.store.get(HINT_KEY, max_bytes=HINT_BYTES_MAX), key=HINT_KEY, run_id=self.run_id, max_bytes=HINT_BYTES_MAX
             )
-            named = self.read(hint.timeline, hint.version) if (hint.timeline, hint.version) > after else None
+            if (hint.timeline, hint.version) <= after:
+                return True, None
+            named = self.read(hint.timeline, hint.version)
         except (NotFound, FormatError):
-            return None  # a hint is a guess: whoever asked goes on without it (I9)
-        return named if named is not None and named.sha256 == hint.sha256 else None
+            return False, None  # a hint is a guess: whoever asked goes on without it (I9)
+        return (True, named) if named is not None and named.sha256 == hint.sha256 else (False, None)
 
     def write_hint(self, head: Stored[Manifest]) -> None:
         """Overwrite ``head.json``. Callers keep below one write a second."""

@@ -13,9 +13,9 @@ def fragment_share(layout: Layout, fragment: int) -> float:
     return layout.fragments[fragment].elements / layout.elements
 
 
-def own_tokens(layout: Layout, unmerged_tokens: Sequence[int]) -> float:
-    """A unit's tokens per fragment that are not merged yet, as tokens of the whole model."""
-    return sum(fragment_share(layout, fragment) * tokens for fragment, tokens in enumerate(unmerged_tokens))
+def model_tokens(layout: Layout, fragment_tokens: Sequence[float]) -> float:
+    """Tokens per fragment as tokens of the whole model."""
+    return sum(fragment_share(layout, fragment) * tokens for fragment, tokens in enumerate(fragment_tokens))
 
 
 @dataclass

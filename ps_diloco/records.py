@@ -21,11 +21,13 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    FailFast,
     Field,
     PlainSerializer,
     ValidationError,
     ValidationInfo,
 )
+from typing_extensions import TypeAliasType
 
 from ps_diloco.config import RunSettings
 from ps_diloco.errors import FormatError, IntegrityError, LimitExceeded, UnknownFormat
@@ -194,9 +196,12 @@ class Base(Part):
     sha256: Digest
 
 
+Slices = TypeAliasType("Slices", Annotated[tuple[tuple[Count, Count, Positive], ...], FailFast()])
+
+
 class ShardRef(Part):
     ref: Ref
-    slices: tuple[tuple[Count, Count, Positive], ...] | None = None
+    slices: Slices | None = None
 
 
 class Contribution(Record):
@@ -215,8 +220,8 @@ class Contribution(Record):
     steps: Positive
     inner_steps: Count
     codec: Text
-    shards: Annotated[tuple[ShardRef, ...], Field(min_length=1, max_length=100_000)]
-    sum_squares: tuple[Exact, ...]
+    shards: Annotated[tuple[ShardRef, ...], FailFast(), Field(min_length=1, max_length=100_000)]
+    sum_squares: Annotated[tuple[Exact, ...], FailFast()]
     loss: Exact | None
     resent: bool
     created_at: Text
@@ -228,7 +233,7 @@ class Contribution(Record):
 
 class Anchor(Part):
     fragment_version: Count
-    objects: Annotated[tuple[Ref, ...], Field(min_length=1, max_length=100_000)]
+    objects: Annotated[tuple[Ref, ...], FailFast(), Field(min_length=1, max_length=100_000)]
 
 
 class Delta(Part):
@@ -253,12 +258,12 @@ class FragmentEntry(Part):
     fragment_version: Count
     sha256: Digest
     anchor: Anchor
-    deltas: tuple[Delta, ...]
+    deltas: Annotated[tuple[Delta, ...], FailFast()]
     state: State | None
     tokens: Exact
     rounds: dict[UnitName, Round]
-    weights: Annotated[tuple[Exact, ...], Field(max_length=32)]
-    masses: Annotated[tuple[Exact, ...], Field(max_length=64)]
+    weights: Annotated[tuple[Exact, ...], FailFast(), Field(max_length=32)]
+    masses: Annotated[tuple[Exact, ...], FailFast(), Field(max_length=64)]
 
 
 class Merged(Part):
@@ -283,7 +288,7 @@ class Step(Part):
     closed: Closed
     mass: Exact
     round_tokens: Exact
-    merged: Annotated[tuple[Merged, ...], Field(min_length=1)]
+    merged: Annotated[tuple[Merged, ...], FailFast(), Field(min_length=1)]
     gradient_norm: Exact
     update_norm: Exact
 
@@ -362,9 +367,9 @@ class Manifest(Record):
     final: bool
     fingerprint: Fingerprint
     tokens: Exact
-    fragments: Annotated[tuple[FragmentEntry, ...], Field(min_length=1, max_length=64)]
-    steps: tuple[Step, ...]
-    refused: tuple[Refused, ...]
+    fragments: Annotated[tuple[FragmentEntry, ...], FailFast(), Field(min_length=1, max_length=64)]
+    steps: Annotated[tuple[Step, ...], FailFast()]
+    refused: Annotated[tuple[Refused, ...], FailFast()]
     units: dict[UnitName, UnitEntry]
 
 
@@ -432,7 +437,7 @@ def decode(kind: type[R], body: bytes, *, key: str, run_id: str | None = None, m
     if len(body) > max_bytes:
         raise LimitExceeded("object is larger than the format allows", key=key, size=len(body), limit=max_bytes)
     try:
-        values = json.loads(body, object_pairs_hook=_no_duplicates, parse_constant=_no_constant, parse_float=_finite)
+        values = json.loads(body, object_pairs_hook=no_duplicates, parse_constant=_no_constant, parse_float=_finite)
     except (ValueError, RecursionError) as error:
         raise FormatError("object is not strict JSON", key=key, cause=str(error)[:200] or type(error).__name__) from None
     if not isinstance(values, dict):
@@ -461,7 +466,7 @@ def decode(kind: type[R], body: bytes, *, key: str, run_id: str | None = None, m
     return record
 
 
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) != len(pairs):
         raise ValueError("duplicate key")

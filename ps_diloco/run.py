@@ -21,7 +21,7 @@ from ps_diloco.checkpoint import Place, write_anchor
 from ps_diloco.config import CreateSettings, RunSettings, parse_settings
 from ps_diloco.env import Env
 from ps_diloco.errors import FormatError, IntegrityError, LayoutError, NotFound, RunExists, RunNotFound
-from ps_diloco.layout import Layout, build_layout, check_same_layout
+from ps_diloco.layout import Layout, build_layout, check_same_layout, stored_tensors
 from ps_diloco.log import Log
 from ps_diloco.records import (
     RUN_BYTES_MAX,
@@ -108,8 +108,9 @@ def create_run(
     Raises :class:`RunExists` if a finished run stands there, or an unfinished one of another layout; :class:`UnsupportedStore` before anything is
     written to a store that ignores create-if-absent.
     """
-    probe_store(store, env)
     layout = build_layout(model, create.num_fragments)
+    _check_values(model, layout)
+    probe_store(store, env)
     home = settings.regions[0].name
     wanted = Run(
         run_id=env.entropy.run_id(),
@@ -159,7 +160,9 @@ def create_run(
     return run
 
 
-def create(run_url: str, model: nn.Module, settings: Mapping[str, Any] | None = None, *, store: Store | None = None, **fixed: Any) -> OpenRun:
+def create(
+    run_url: str, model: nn.Module, settings: Mapping[str, Any] | None = None, *, store: Store | None = None, **fixed: Any
+) -> OpenRun:
     """Create a run at ``run_url`` whose version 0 is ``model``, from a training program of your own.
 
     ``settings`` as in a TOML file, e.g. ``{"target_tokens": 10**9, "unit": {"sync_every": 100}}``; ``fixed`` is what can never change: ``name``, ``seed``,
@@ -179,8 +182,6 @@ def _version_zero(run: OpenRun, model: nn.Module) -> Manifest:
     entries = []
     for fragment in range(len(run.layout.fragments)):
         value = binding.snapshot(fragment)
-        if not (torch.isfinite(value.params).all() and torch.isfinite(value.floats).all() and torch.isfinite(value.frozen).all()):
-            raise LayoutError("the model has values that are not finite", fragment=fragment)
         anchor = write_anchor(run, Place(timeline=0, fragment=fragment, fragment_version=0), value)
         entries.append(
             FragmentEntry(
@@ -211,6 +212,16 @@ def _version_zero(run: OpenRun, model: nn.Module) -> Manifest:
         refused=(),
         units={},
     )
+
+
+def _check_values(model: nn.Module, layout: Layout) -> None:
+    """Refuse a model that could not be version 0, before anything is written."""
+    ModelBinding(model, layout)
+    for name, (tensor, _, _) in stored_tensors(model).items():
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            raise LayoutError(
+                "the model has values that are not finite", name=name, remedy="create the run from a model that is initialised"
+            )
 
 
 def _refuse_if_finished(run: OpenRun, layout: Layout) -> None:

@@ -27,7 +27,7 @@ from pydantic import Field, ValidationError
 from ps_diloco.codecs import CODECS, Codec
 from ps_diloco.errors import FormatError, IntegrityError, LimitExceeded, UnknownFormat
 from ps_diloco.records import FORMAT, Count, Number6, Part, RunId, Text
-from ps_diloco.records import _no_duplicates as no_duplicates
+from ps_diloco.records import no_duplicates as no_duplicates
 from ps_diloco.zstd import compress, decompress
 
 MAGIC = b"PSDSHRD0"

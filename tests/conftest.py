@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from hypothesis import HealthCheck, settings
 from moto import mock_aws
 
 from ps_diloco.cli.s3_server import LocalS3Server
@@ -17,6 +19,11 @@ from ps_diloco.store.s3 import create_bucket
 BUCKET = "ps-diloco-test"
 STORES = ("memory", "local", "moto", "seaweedfs")
 _prefixes = itertools.count()
+
+# a busy machine is no reason to fail
+settings.register_profile("ps_diloco", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("ps_diloco")
+torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

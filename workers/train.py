@@ -76,7 +76,8 @@ def train(
 ) -> ExitReason:
     """Train as unit ``unit_name`` until the run ends, ``stop`` is set, or ``steps_max`` inner steps of this process are done.
 
-    ``device`` and ``threads`` go before what the run says. ``step_delay_s`` is added to each step (for demonstrations of unequal units); ``on_report`` is called after each step in this thread.
+    ``device`` and ``threads`` go before what the run says.
+    ``step_delay_s`` is added to each step (for demonstrations of unequal units); ``on_report`` is called after each step in this thread.
     Raises :class:`UserError`, :class:`StoreError` (only while joining), :class:`Fenced` when a newer incarnation of the unit runs.
     """
     env = env or Env.system()

@@ -27,7 +27,7 @@ from ps_diloco.weights import read_weights
 
 log = logging.getLogger(__name__)
 
-UNITS = {"us-east": 0.0, "eu-north": 0.02, "us-west": 0.06, "ap-south": 0.15}
+UNITS = {"us-east": 0.0, "eu-north": 0.01, "us-west": 0.03, "ap-south": 0.08}
 """Unit -> seconds added to each of its inner steps."""
 VICTIM = "eu-north"
 KILL_AT = 0.35
@@ -42,7 +42,7 @@ def demo(
         Literal["local", "s3"], typer.Option(help="Bucket: a local directory, or a real S3 server on this machine.")
     ] = "local",
     directory: Annotated[Path | None, typer.Option("--dir", help="Where to keep run and logs; default: a new temporary directory.")] = None,
-    tokens: Annotated[int, typer.Option(min=10_000, help="Tokens to train on, by all units together.")] = 1_200_000,
+    tokens: Annotated[int, typer.Option(min=10_000, help="Tokens to train on, by all units together.")] = 2_400_000,
 ) -> None:
     """Train a small language model on real text with four unequal units and one aggregator, through a bucket on this machine.
 
@@ -103,7 +103,7 @@ def _create(bucket: Store, env: Env, tokens: int) -> OpenRun:
     program = parse_settings(ProgramSettings, {"train": {"threads": 1}}, source="demo")
     settings = parse_settings(
         RunSettings,
-        {"target_tokens": tokens, "unit": {"sync_every": 20, "state_every_cuts": 2}, "merge": {"merge_wait_s_max": 5.0}},
+        {"target_tokens": tokens, "unit": {"sync_every": 20, "state_every_cuts": 5}, "merge": {"merge_wait_s_max": 5.0}},
         source="demo",
     )
     create = CreateSettings(name="demo", num_fragments=2)

@@ -110,6 +110,9 @@ class Engine:
         self.accounts: tuple[tuple[Account, float], ...] = tuple((Account(), 0.0) for _ in self._states)
         """Per fragment a copy of its account and the balance of I10, as they were after the last event."""
         self._restart: set[int] = set()
+        self.adopted_tokens = [entry.tokens for entry in first.head.record.fragments]
+        """Per fragment: tokens merged into the version that the local parameters hold."""
+        self._offered_tokens = list(self.adopted_tokens)
         self._thread = threading.Thread(target=self._loop, name="ps-diloco-engine", daemon=True)
 
     # called by the training thread
@@ -183,6 +186,7 @@ class Engine:
             self._outbox.put(pending)
         elif isinstance(event, Adopted):
             self._states[event.fragment].adopted(event.before, event.lost_tokens)
+            self.adopted_tokens[event.fragment] = self._offered_tokens[event.fragment]
             self._settle(event.fragment)
         elif isinstance(event, News):
             self._take_news(event)
@@ -212,6 +216,12 @@ class Engine:
         for fragment in range(len(self._states)):
             self._settle(fragment)
         if news.head.record.final:
+            for fragment, state in enumerate(self._states):
+                before = len(state.undecided)
+                state.end()
+                with self._lock:
+                    self._taken[fragment] -= before
+                self._count(fragment)
             self._final = news
 
     def _settle(self, fragment: int) -> None:
@@ -238,6 +248,7 @@ class Engine:
             correction = state.replace(news.values[fragment], news.base(fragment))
         self._count(fragment)
         if correction is not None:
+            self._offered_tokens[fragment] = news.head.record.fragments[fragment].tokens
             with self._lock:
                 self._corrections[fragment] = correction
 

@@ -37,6 +37,8 @@ from ps_diloco.unit.unit import Parts, Unit
 
 log = logging.getLogger("ps_diloco.unit")
 
+WATCH_S_MAX = 60.0
+
 
 def join(
     run_url: str,
@@ -77,11 +79,18 @@ def join(
     restored = find_unit_state(run, unit, timeline) if newest is not None else None
     identity = _claim_incarnation(run, unit, region, timeline, 0 if newest is None else newest.incarnation + 1, restored)
 
-    first = read_news(run, head, None)
-    for fragment, value in enumerate(first.values):
-        binding.replace(fragment, value)
-    if restored is not None and optimizer is not None:
-        restore_optimizer(optimizer, binding.names, restored.inner)
+    joined: list[Unit] = []
+    heart = Heart(run, identity, interval_s=heartbeat_s, report=lambda: joined[0].report() if joined else {})
+    heart.start()  # from the claim on, so that nobody takes this process for dead while it loads the model
+    try:
+        first = read_news(run, head, None)
+        for fragment, value in enumerate(first.values):
+            binding.replace(fragment, value)
+        if restored is not None and optimizer is not None:
+            restore_optimizer(optimizer, binding.names, restored.inner)
+    except BaseException:
+        heart.end("could not join")
+        raise
     log.info("unit %s joined as incarnation %d at version %d", unit, identity.incarnation, head.record.version)
 
     stop = threading.Event()
@@ -103,8 +112,6 @@ def join(
             outbox.listed.set()
 
     puller = Puller(run, first, link, stop, poll_s=poll_s, on_news=on_news, on_error=errors.append)
-    joined: list[Unit] = []
-    heart = Heart(run, identity, interval_s=heartbeat_s, report=lambda: joined[0].report() if joined else {})
     parts = Parts(
         run=run,
         store=counting,
@@ -119,7 +126,7 @@ def join(
         errors=errors,
     )
     joined.append(Unit(parts, binding, optimizer, settings, first, restored, extra))
-    for part in (outbox, engine, saver, puller, heart):
+    for part in (outbox, engine, saver, puller):
         part.start()
     return joined[0]
 
@@ -138,10 +145,11 @@ def _refuse_if_alive(run: OpenRun, unit: str, incarnation: int) -> None:
     if first is None or first.ended is not None or first.incarnation != incarnation:
         return
     clock = run.env.clock
-    until_s = clock.monotonic() + 2 * first.interval_s
-    log.info("unit %s: watching for %.0f s whether its last process lives", unit, 2 * first.interval_s)
+    watch_s = min(2 * first.interval_s, WATCH_S_MAX)
+    until_s = clock.monotonic() + watch_s
+    log.info("unit %s: watching for %.0f s whether its last process lives", unit, watch_s)
     while clock.monotonic() < until_s:
-        clock.sleep(min(0.5, first.interval_s / 4))
+        clock.sleep(min(0.5, watch_s / 8))
         now = read_heartbeat(run, unit)
         if now is not None and now.ended is not None:
             return

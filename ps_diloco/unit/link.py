@@ -25,14 +25,14 @@ class Link:
         self._stop = stop
         self._url = url
         self._lock = threading.Lock()
-        self._away_since_s: float | None = None
-        self._warned_at_s: float | None = None
+        self._since_s: dict[str, float] = {}
+        self._warned_at_s: dict[str, float] = {}
 
     @property
     def away_s(self) -> float:
-        """Seconds for which the store has not answered; 0 when it does."""
+        """Seconds for which the store has not answered to something; 0 when it answers to everything."""
         with self._lock:
-            return 0.0 if self._away_since_s is None else self._env.clock.monotonic() - self._away_since_s
+            return self._env.clock.monotonic() - min(self._since_s.values()) if self._since_s else 0.0
 
     def until_done(self, what: str, call: Callable[[], T]) -> T | None:
         """Repeat ``call`` until it answers; None when the unit stops first. Only an absent or refusing store is waited for; other errors are raised."""
@@ -44,31 +44,31 @@ class Link:
                 self.failed(what, error)
                 self._env.clock.wait(self._stop, backoff.next_s())
                 continue
-            self.answered()
+            self.answered(what)
             return result
         return None
 
-    def answered(self) -> None:
+    def answered(self, what: str) -> None:
         with self._lock:
-            if self._warned_at_s is not None and self._away_since_s is not None:
-                log.warning("the bucket answers again after %.0f s; catching up", self._env.clock.monotonic() - self._away_since_s)
-            self._away_since_s = self._warned_at_s = None
+            since_s = self._since_s.pop(what, None)
+            if self._warned_at_s.pop(what, None) is not None and since_s is not None:
+                log.warning(
+                    "the bucket answers again after %.0f s; catching up (could not %s)", self._env.clock.monotonic() - since_s, what
+                )
 
     def failed(self, what: str, error: Exception) -> None:
         now_s = self._env.clock.monotonic()
         with self._lock:
-            if self._away_since_s is None:
-                self._away_since_s = now_s
-            refused = isinstance(error, Denied)
-            silent = now_s - self._away_since_s < QUIET_S and not refused
-            if silent or (self._warned_at_s is not None and now_s - self._warned_at_s < REMIND_S):
+            away_s = now_s - self._since_s.setdefault(what, now_s)
+            silent = away_s < QUIET_S and not isinstance(error, Denied)
+            if silent or (what in self._warned_at_s and now_s - self._warned_at_s[what] < REMIND_S):
                 return
-            self._warned_at_s = now_s
+            self._warned_at_s[what] = now_s
             log.warning(
                 "cannot %s: %s has not answered for %.0f s. Training goes on; two cuts per fragment wait to be sent, after that spans grow, and work "
                 "whose base falls behind the run's staleness limit will be refused. Cause: %s",
                 what,
                 self._url,
-                now_s - self._away_since_s,
+                away_s,
                 error,
             )

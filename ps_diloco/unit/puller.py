@@ -18,6 +18,7 @@ from ps_diloco.unit.link import Link
 log = logging.getLogger("ps_diloco.unit")
 
 PROBE_EVERY = 10
+PULL = "pull a version"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +83,7 @@ class Puller:
                 try:
                     self.poll()
                 except (Unavailable, Denied) as error:
-                    self._link.failed("pull a version", error)
+                    self._link.failed(PULL, error)
                     env.clock.wait(self._stop, backoff.next_s())
                     continue
                 except UnknownFormat:
@@ -94,7 +95,7 @@ class Puller:
                     self._polls = 0
                     continue
                 backoff.reset()
-                self._link.answered()
+                self._link.answered(PULL)
                 env.clock.wait(self._stop, self._poll_s * (0.75 + 0.5 * env.entropy.uniform()))
         except BaseException as error:  # reported to the training thread, which raises it
             self._on_error(error)
@@ -102,8 +103,8 @@ class Puller:
     def poll(self) -> bool:
         """Look once; hand over and return True if there is a newer version. Does I/O."""
         known = self._held.head
-        newest: Stored[Manifest] | None = self._run.log.read_hint_after(known)
-        if newest is None and self._polls % PROBE_EVERY == 0:
+        usable, newest = self._run.log.read_hint_after(known)
+        if newest is None and (not usable or self._polls % PROBE_EVERY == 0):
             climbed = self._run.log.find_head(known)
             newest = climbed if climbed.sha256 != known.sha256 else None
         self._polls += 1

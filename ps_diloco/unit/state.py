@@ -236,6 +236,17 @@ class FragmentState:
         for pending in self.undecided:
             pending.displacement = None
 
+    def end(self) -> None:
+        """The run is final: what is not merged never will be, and is booked as discarded (format §7.7)."""
+        self.account.discarded += (
+            math.fsum(pending.payload_total for pending in self.undecided) + total(self.residual) + total(self.returned)
+        )
+        self.account.lost_tokens += self.unmerged_tokens
+        self.undecided.clear()
+        self.residual = torch.zeros_like(self.residual)
+        self.returned = self.carry = None
+        self.carried_tokens = self.carried_steps = 0
+
     def restore_residual(self, residual: torch.Tensor) -> None:
         """Add the residual that an earlier incarnation saved; it counts as produced by this one."""
         self.account.produced += total(residual)

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import threading
@@ -23,7 +24,7 @@ import torch
 from ps_diloco.binding import ModelBinding
 from ps_diloco.config import RunSettings
 from ps_diloco.errors import PsDilocoError, UserError
-from ps_diloco.progress import LearningRateProgress, join_ramp, own_tokens
+from ps_diloco.progress import LearningRateProgress, join_ramp, model_tokens
 from ps_diloco.records import Covers
 from ps_diloco.run import OpenRun
 from ps_diloco.store.counting import CountingStore
@@ -163,9 +164,9 @@ class Unit:
         """Fraction of the run's target tokens that is done, own work on its way included; None without a target."""
         if self._settings.target_tokens is None:
             return None
-        unmerged = [queued + span.tokens for queued, span in zip(self._parts.engine.unmerged_tokens(), self._spans, strict=True)]
-        merged = self._parts.engine.newest.head.record.tokens
-        return self._progress.update(merged, own_tokens(self._layout, unmerged))
+        engine = self._parts.engine
+        unmerged = [queued + span.tokens for queued, span in zip(engine.unmerged_tokens(), self._spans, strict=True)]
+        return self._progress.update(model_tokens(self._layout, engine.adopted_tokens), model_tokens(self._layout, unmerged))
 
     @property
     def lr_scale(self) -> float:
@@ -214,6 +215,8 @@ class Unit:
                     self._cut(fragment)
             if not self._ramping:
                 self._save()
+        if parts.errors:  # a background thread has ended, so nothing more will be sent
+            drain_s = 0.0
         parts.engine.join(drain_s)
         parts.outbox.wait_published(parts.outbox.accepted, drain_s)
         parts.saver.join(drain_s)
@@ -298,7 +301,7 @@ class Unit:
         inner = InnerState(
             tensors=tensors,
             scalars=scalars,
-            extra=self._extra() if self._extra is not None else None,
+            extra=_json(self._extra()) if self._extra is not None else None,
             inner_steps=self.inner_steps,
             tokens=self.tokens,
         )
@@ -312,3 +315,11 @@ class Unit:
             if isinstance(error, PsDilocoError):
                 raise error
             raise RuntimeError("a background thread of the unit failed") from error
+
+
+def _json(extra: Any) -> Any:
+    """``extra`` as it will come back; raises :class:`UserError` if it is not JSON."""
+    try:
+        return json.loads(json.dumps(extra, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise UserError("what extra returns must be JSON", cause=error, remedy="return numbers, text, lists and dicts of them") from None

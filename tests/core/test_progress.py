@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ps_diloco.layout import FragmentSize, Layout, LayoutEntry
-from ps_diloco.progress import LearningRateProgress, fragment_share, join_ramp, own_tokens
+from ps_diloco.progress import LearningRateProgress, fragment_share, join_ramp, model_tokens
 
 PROPERTY = settings(max_examples=100, deadline=None, derandomize=True)
 
@@ -31,12 +31,12 @@ def _layout(*elements: int) -> Layout:
 def test_a_token_merged_into_every_fragment_is_one_token(elements: list[int], tokens: int) -> None:
     layout = _layout(*elements)
     assert math.isclose(math.fsum(fragment_share(layout, f) for f in range(len(elements))), 1.0, rel_tol=1e-12)
-    assert math.isclose(own_tokens(layout, [tokens] * len(elements)), tokens, rel_tol=1e-12)
+    assert math.isclose(model_tokens(layout, [tokens] * len(elements)), tokens, rel_tol=1e-12)
 
 
-def test_own_tokens_are_weighted_by_fragment_size() -> None:
-    assert own_tokens(_layout(3, 1), [100, 20]) == 80.0
-    assert own_tokens(_layout(3, 1), []) == 0.0
+def test_model_tokens_are_weighted_by_fragment_size() -> None:
+    assert model_tokens(_layout(3, 1), [100, 20]) == 80.0
+    assert model_tokens(_layout(3, 1), []) == 0.0
 
 
 @PROPERTY

@@ -77,7 +77,7 @@ def test_uncertain_when_nothing_answers(env: Env) -> None:
 
 
 def test_uncertain_although_applied(env: Env) -> None:
-    plan = {number: Fault.FAILED for number in range(2 * TRIES_MAX)} | {0: Fault.LOST_ANSWER}
+    plan = dict.fromkeys(range(2 * TRIES_MAX), Fault.FAILED) | {0: Fault.LOST_ANSWER}
     faulty = FaultyStore(MemoryStore(), plan=plan)
     with pytest.raises(Unavailable) as caught:
         claim_object(faulty, env, KEY, b"one")
