@@ -279,7 +279,7 @@ class Aggregator:
 
     def _list_arrivals(self, draft: Draft, pending: set[ContributionId]) -> None:
         """List new incarnations. One whose predecessor still has undecided work that cannot be read now waits for it (I6)."""
-        undecided = {c.unit for c in pending - draft.decided}
+        undecided = {c.unit for c in pending - draft.decided} | self._inbox.unread
         draft.listed = {unit: record for unit, record in self._memory.arrivals.items() if unit not in undecided}
 
     def _refuse(self, draft: Draft, contribution: ContributionId, refusal: Refusal, record: Contribution | None) -> None:

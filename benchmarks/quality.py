@@ -87,10 +87,8 @@ def main() -> None:
             )
         wide = program.model_copy(update={"train": program.train.model_copy(update={"batch_size": program.train.batch_size * len(speeds)})})
         count = round(sum(steps) / len(steps))
-        print(
-            f"synchronous data-parallel, {count} steps of {len(speeds)}x the batch: {train_alone(wide, 0, count, join_warmup_steps=settings.unit.sync_every, corpus=corpus):.3f}",
-            flush=True,
-        )
+        loss = train_alone(wide, 0, count, join_warmup_steps=settings.unit.sync_every, corpus=corpus)
+        print(f"synchronous data-parallel, {count} steps of {len(speeds)}x the batch: {loss:.3f}", flush=True)
 
 
 def simulate(program, settings, corpus, speeds, arguments):
@@ -110,7 +108,6 @@ def simulate(program, settings, corpus, speeds, arguments):
     outcomes: list[dict[int, str]] = [{} for _ in speeds]
     seqs = [0] * len(speeds)
     steps = [0] * len(speeds)
-    spans = [[0, 0] for _ in speeds]
     tokens_per_step = trainers[0].tokens_per_step
     due = [[max(1, round(settings.unit.sync_every * (f + 1) / len(fragments))) for f in fragments] for _ in speeds]
     last_cut = [[0] * len(fragments) for _ in speeds]

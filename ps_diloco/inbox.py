@@ -36,6 +36,8 @@ class Inbox:
     def __init__(self, run: OpenRun) -> None:
         self._run = run
         self._known: dict[ContributionId, Incoming] = {}
+        self.unread: set[str] = set()
+        """Units whose next record could not be read in the last :meth:`refresh`."""
 
     def refresh(self, head: Manifest) -> list[Incoming]:
         """All undecided records that can be read, in (unit, seq) order. One GET per unit when nothing is new.
@@ -43,6 +45,7 @@ class Inbox:
         A unit whose next record cannot be read now waits, and keeps nobody else waiting.
         """
         wanted: list[Incoming] = []
+        self.unread = set()
         for unit, entry in sorted(head.units.items()):
             try:
                 for seq in range(entry.first_undecided, entry.first_undecided + UNDECIDED_MAX):
@@ -53,6 +56,7 @@ class Inbox:
                         break
                     wanted.append(incoming)
             except StoreError as error:
+                self.unread.add(unit)
                 log.warning("the next record of unit %s cannot be read now: %s", unit, error)
         self._known = {incoming.id: incoming for incoming in wanted}
         return wanted

@@ -19,6 +19,7 @@ from ps_diloco.fragment import FragmentValue
 from ps_diloco.ids import ContributionId
 from ps_diloco.layout import FragmentSize, LayoutEntry
 from ps_diloco.merge import (
+    MASS_MAX,
     WEIGHTS_NEEDED,
     Candidate,
     FragmentMerge,
@@ -94,10 +95,10 @@ def test_coefficients_are_float32_values_whose_sum_is_at_most_the_mass(
     candidates: list[Candidate], rounds: dict[str, Round], weights: list[float], cap: float, power: float
 ) -> None:
     weighing = _weigh(candidates, rounds=rounds, weights=weights, merge=MergeSettings(weight_cap=cap, staleness_power=power))
-    assert 0 < weighing.mass <= 1
+    assert 0 < weighing.mass <= MASS_MAX
     for coefficient in weighing.coefficients:
         assert struct.unpack("<f", struct.pack("<f", coefficient))[0] == coefficient
-        assert 0 <= coefficient <= 1
+        assert 0 <= coefficient <= MASS_MAX
     assert math.fsum(weighing.coefficients) <= weighing.mass * (1 + len(candidates) * 2.0**-24)
     assert math.isclose(math.fsum(weighing.shares), 1.0, rel_tol=1e-12)
 
@@ -172,7 +173,7 @@ def test_the_mass_is_the_part_of_a_round_that_is_merged() -> None:
     assert _weigh([_candidate("a"), _candidate("b")], rounds=rounds).mass == 0.5
     assert _weigh([_candidate(unit) for unit in "abcd"], rounds=rounds).mass == 1.0
     assert _weigh([_candidate("new")], rounds=rounds).mass == 0.2
-    assert _weigh([_candidate(unit, seq=seq) for unit in "abcd" for seq in (0, 1)], rounds=rounds).mass == 1.0
+    assert _weigh([_candidate(unit, seq=seq) for unit in "abcd" for seq in (0, 1)], rounds=rounds).mass == 2.0
 
 
 def test_a_unit_counts_with_its_last_contribution_this_step_included() -> None:
@@ -192,7 +193,7 @@ def test_a_fixed_round_is_used_as_it_is() -> None:
     rounds = {"b": Round(tokens=10**9, fragment_version=99)}
     weighing = _weigh([_candidate("a", tokens=100)], rounds=rounds, merge=MergeSettings(round_tokens=400), awaited=7)
     assert (weighing.mass, weighing.round_tokens) == (0.25, 400.0)
-    assert _weigh([_candidate("a", tokens=1000)], merge=MergeSettings(round_tokens=400)).mass == 1.0
+    assert _weigh([_candidate("a", tokens=1000)], merge=MergeSettings(round_tokens=400)).mass == MASS_MAX
 
 
 def test_units_that_are_awaited_count_in_the_first_window_only() -> None:

@@ -129,7 +129,7 @@ def test_any_single_lost_or_failed_call_changes_nothing_in_the_end(begun: OpenRu
             assert len(history) == 4, call
         assert len(merged_in(history)) == 7
         assert history[-1].units == undisturbed[2], call
-        if not call.key.endswith("-r00000.shard"):  # a contribution that cannot be read is merged one step later
+        if call.verb != "get" or "/t000000/" not in call.key:  # a contribution that cannot be read is merged one step later
             assert end_of(history[-1]) == undisturbed, call
 
 
