@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
+import sys
 import tempfile
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -234,12 +236,12 @@ def audit(run: OpenRun, first: Stored[Manifest]) -> int:
 
 def _what_next(store: str, url: str, where: Path) -> None:
     out = console()
+    call = "ps-diloco"
+    if shutil.which(call) is None:  # installed in an environment that is not active
+        call = os.path.relpath(Path(sys.executable).parent / call)
+    commands = [f"status {url}", f"versions {url}", f"export {url} model.safetensors"] if store == "local" else []
+    commands += ["demo --chaos", "init --example > run.toml", "init s3://YOUR-BUCKET/first --config run.toml"]
     out.print("\nwhat next:")
-    if store == "local":
-        for command in ("status", "versions"):
-            out.print(f"  ps-diloco {command} {url}", markup=False)
-        out.print(f"  ps-diloco export {url} model.safetensors", markup=False)
-    out.print("  ps-diloco demo --chaos                 kill a unit and the aggregator in the middle")
-    out.print("  ps-diloco init --example > run.toml    every setting, for a run of your own")
-    out.print("  ps-diloco init s3://YOUR-BUCKET/first --config run.toml")
+    for command in commands:
+        out.print(f"  {call} {command}", markup=False)
     out.print(f"remove this demo with: rm -r {where}", markup=False)

@@ -109,7 +109,7 @@ def test_the_loss_falls_on_real_text() -> None:
     assert trainer.model.training
 
 
-TINY_PROGRAM = ProgramSettings(model=TINY, train=TrainSettings(device="cpu", batch_size=2, eval_batches=2))
+TINY_PROGRAM = ProgramSettings(model=TINY, train=TrainSettings(device="cpu", batch_size=2, eval_batches=2, warmup_fraction=0.0))
 
 
 def tiny_corpus() -> Corpus:

@@ -30,7 +30,7 @@ def test_values(progress: float, lr: float) -> None:
 
 
 def test_without_warmup_it_starts_at_the_top() -> None:
-    assert lr_at(0.0, TrainSettings(lr=0.3)) == pytest.approx(0.3)
+    assert lr_at(0.0, TrainSettings(lr=0.3, warmup_fraction=0.0)) == pytest.approx(0.3)
 
 
 def test_never_zero_rises_then_falls() -> None:
@@ -38,3 +38,7 @@ def test_never_zero_rises_then_falls() -> None:
     assert min(values) == pytest.approx(0.1)
     assert values[:201] == sorted(values[:201])
     assert values[200:] == sorted(values[200:], reverse=True)
+
+
+def test_a_run_without_a_target_keeps_its_learning_rate() -> None:
+    assert lr_at(None, TrainSettings(lr=0.3)) == 0.3
