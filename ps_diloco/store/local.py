@@ -25,10 +25,15 @@ _temporary_numbers = itertools.count()
 
 
 class LocalStore:
-    """Objects are files below ``root``, which the first ``put`` makes. Thread-safe; safe between processes. Has no versions."""
+    """Objects are files below ``root``, which the first ``put`` makes. Thread-safe; safe between processes. Has no versions.
+
+    Once seen, ``root`` must stay the same directory: when it is gone (a file system that is not mounted, say) every call raises :class:`Unavailable`
+    until it is back, and nothing is written into a new one in its place.
+    """
 
     def __init__(self, root: Path | str) -> None:
         self.root = Path(root).expanduser().absolute()
+        self._identity: tuple[int, int] | None = None
 
     @property
     def url(self) -> str:
@@ -182,10 +187,25 @@ class LocalStore:
                     continue
                 yield ObjectInfo(key=key, size=status.st_size, modified_s=status.st_mtime)
 
+    def _check_root(self) -> None:
+        try:
+            status = os.stat(self.root)
+        except (FileNotFoundError, NotADirectoryError):
+            identity = None
+        else:
+            identity = (status.st_dev, status.st_ino)
+        if self._identity is None:
+            self._identity = identity
+        elif identity != self._identity:
+            raise Unavailable(
+                "the directory of the store is gone or is another one", url=self.url, remedy="mount it again, or bring it back"
+            )
+
     @contextmanager
     def _errors(self, action: str, key: str, *, maybe_applied: bool = False) -> Iterator[None]:
         """Turn ``OSError`` into the errors of the contract."""
         try:
+            self._check_root()
             yield
         except OSError as error:
             facts = {"action": action, "key": key, "url": self.url, "cause": error.strerror or type(error).__name__}

@@ -190,3 +190,21 @@ def test_two_stores_on_one_directory(tmp_path: Path) -> None:
     first.put("a", b"1")
     with pytest.raises(AlreadyExists):
         second.put("a", b"2")
+
+
+def test_a_directory_that_is_gone_is_unavailable_and_is_not_made_anew(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "run")
+    store.put("a", b"1")
+    assert store.get("a") == b"1"
+    (tmp_path / "run").rename(tmp_path / "elsewhere")
+    for call in (lambda: store.get("a"), lambda: store.put("b", b"2"), lambda: list(store.list("")), lambda: store.delete("a")):
+        with pytest.raises(Unavailable, match="gone"):
+            call()
+    assert not (tmp_path / "run").exists()
+    (tmp_path / "run").mkdir()
+    with pytest.raises(Unavailable, match="another one"):
+        store.put("b", b"2")
+    (tmp_path / "run").rmdir()
+    (tmp_path / "elsewhere").rename(tmp_path / "run")
+    store.put("b", b"2")
+    assert [info.key for info in store.list("")] == ["a", "b"]
