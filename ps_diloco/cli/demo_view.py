@@ -83,7 +83,9 @@ class View:
                 f"{report.get('blocked_s', 0.0):.2f} s",
                 row["state"],
             )
-        return Group(head, ProgressBar(total=1.0, completed=done, width=72), table)
+        bar = Table.grid()
+        bar.add_row(ProgressBar(total=1.0, completed=done, width=72))
+        return Group(head, bar, table)
 
 
 def _line(row: dict[str, Any]) -> str:
