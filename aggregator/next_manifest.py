@@ -13,6 +13,7 @@ from ps_diloco.progress import fragment_share
 from ps_diloco.records import (
     COUNT_MAX,
     OUTCOME_CHAR,
+    TAKE_BACK,
     Closed,
     Contribution,
     Fingerprint,
@@ -56,6 +57,11 @@ class Refusing:
     @property
     def tokens(self) -> int:
         return self.record.tokens if self.record else 0
+
+    @property
+    def lost_tokens(self) -> int:
+        """Tokens that the unit will not send again (format §8.2)."""
+        return 0 if self.refusal.reason in TAKE_BACK else self.tokens
 
 
 @dataclass(kw_only=True)
@@ -216,7 +222,7 @@ def _receipts(
         tokens=min(COUNT_MAX, entry.tokens + sum(a.record.tokens for a in merged.values())),
         merged=entry.merged + len(merged),
         refused=entry.refused + len(refused),
-        lost=min(COUNT_MAX, entry.lost + sum(refusing.tokens for refusing in refused.values())),
+        lost=min(COUNT_MAX, entry.lost + sum(refusing.lost_tokens for refusing in refused.values())),
     )
 
 

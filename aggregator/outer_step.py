@@ -37,6 +37,9 @@ log = logging.getLogger(__name__)
 TRIES_MAX = 3
 TRY_EVERY_S = 5.0
 DISCOVER_EVERY_S = 5.0
+DISCOVER_EARLY_EVERY_S = 1.0
+EARLY_VERSIONS = 20
+"""A run's units come one after the other at its beginning."""
 HINT_EVERY_S = 1.0
 
 
@@ -128,13 +131,17 @@ class Aggregator:
             if unit not in head.units or head.units[unit].incarnation < record.incarnation
         }
         self._memory.config = max(self._memory.config, head.config)
-        if not now and clock_s - self._memory.discovered_at_s < DISCOVER_EVERY_S:
+        every_s = DISCOVER_EARLY_EVERY_S if head.version < EARLY_VERSIONS else DISCOVER_EVERY_S
+        if not now and clock_s - self._memory.discovered_at_s < every_s:
             return
-        self._memory.arrivals.update(self._inbox.discover(head))
-        while (settings := self._run.config_if_any(self._memory.config + 1)) is not None:
-            self._memory.config += 1
-            self._memory.settings[self._memory.config] = settings
         self._memory.discovered_at_s = clock_s
+        try:
+            self._memory.arrivals.update(self._inbox.discover(head))
+            while (settings := self._run.config_if_any(self._memory.config + 1)) is not None:
+                self._memory.config += 1
+                self._memory.settings[self._memory.config] = settings
+        except StoreError as error:  # those who are known go on
+            log.warning("cannot look for new units and settings now: %s", error)
 
     def _settings(self, n: int) -> RunSettings:
         if n not in self._memory.settings:
@@ -316,12 +323,13 @@ class Aggregator:
         now_s = self._run.env.clock.monotonic()
         if self._memory.hinted == head.sha256 or (now_s - self._memory.hinted_at_s < HINT_EVERY_S and not head.record.final):
             return
+        self._memory.hinted_at_s = now_s
         try:
             self._run.log.write_hint(head)
         except StoreError as error:
             log.warning("could not write %s: %s", keys.HEAD, error)
             return
-        self._memory.hinted, self._memory.hinted_at_s = head.sha256, now_s
+        self._memory.hinted = head.sha256
 
 
 def _norm(values_F: torch.Tensor, run: OpenRun, fragment: int) -> float:

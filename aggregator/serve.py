@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from aggregator.outer_step import Aggregator, Outcome, Stopped
 from ps_diloco.env import Backoff
-from ps_diloco.errors import Unavailable
+from ps_diloco.errors import Denied, Unavailable
 from ps_diloco.run import OpenRun
 
 log = logging.getLogger(__name__)
@@ -32,22 +32,24 @@ def serve(
     ``stop`` may be set by a signal handler or another thread: a pass that has not committed yet is given up, which leaves nothing half done.
     """
     aggregator = Aggregator(run, stop=stop)
-    backoff = Backoff(env=run.env, first_s=0.5, max_s=30.0)
+    backoff = Backoff(env=run.env, first_s=0.5, max_s=10.0)
     outcome: Outcome | None = None
     while not stop.is_set():
         try:
             outcome = aggregator.take_pass()
         except Stopped:
             break
-        except Unavailable as error:
+        except (Unavailable, Denied) as error:
             delay_s = backoff.next_s()
-            log.warning("store is away, next try in %.1f s: %s", delay_s, error)
+            log.warning("cannot work with the store now, next try in %.1f s: %s", delay_s, error)
             run.env.clock.wait(stop, delay_s)
             continue
         backoff.reset()
         on_outcome(outcome)
         if outcome.kind == "final":
             break
+        if outcome.kind == "overtaken":
+            run.env.clock.wait(stop, poll_s)
         if outcome.kind == "idle":
             until_s = poll_s if outcome.wake_at_s is None else min(poll_s, outcome.wake_at_s - run.env.clock.monotonic())
             run.env.clock.wait(stop, max(until_s, 0.01))

@@ -31,6 +31,7 @@ def main() -> None:
         ps_diloco.create(arguments.run, model, {"target_tokens": 200_000, "unit": {"sync_every": 50}})
         return
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    loss = torch.tensor(float("nan"))
 
     with ps_diloco.join(arguments.run, model, optimizer, unit=arguments.name) as unit:
         while not unit.done:

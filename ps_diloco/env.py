@@ -53,6 +53,10 @@ class SystemClock:
     def monotonic(self) -> float:
         return time.monotonic()
 
+    def wall_s(self) -> float:
+        """Seconds since 1970 by this machine's clock: to show, never to decide."""
+        return time.time()
+
     def wall_text(self) -> str:
         return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
@@ -64,7 +68,10 @@ class SystemClock:
 
 
 class SystemEntropy:
-    """Unpredictable names and jitter."""
+    """Unpredictable names and jitter. Leaves the global generators, which belong to the training program, alone."""
+
+    def __init__(self) -> None:
+        self._jitter = random.Random()
 
     def attempt_id(self) -> str:
         return secrets.token_hex(8)
@@ -73,7 +80,7 @@ class SystemEntropy:
         return secrets.token_hex(16)
 
     def uniform(self) -> float:
-        return random.random()
+        return self._jitter.random()
 
 
 class SeededEntropy:

@@ -89,7 +89,7 @@ class Inbox:
             listed = head.units.get(unit)
             try:
                 newest = newest_incarnation(self._run, unit, after=listed.incarnation if listed else -1)
-            except FormatError as error:  # one unit's garbage must not stop the others
+            except (FormatError, StoreError) as error:  # one unit's garbage must not stop the others
                 log.warning("unit %s is not listed: %s", unit, error)
                 continue
             if newest is not None:

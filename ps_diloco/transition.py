@@ -12,7 +12,7 @@ from ps_diloco.errors import InvariantViolation
 from ps_diloco.ids import ContributionId
 from ps_diloco.layout import Layout
 from ps_diloco.progress import fragment_share
-from ps_diloco.records import COUNT_MAX, Manifest, Parent, Stored, UnitEntry
+from ps_diloco.records import COUNT_MAX, TAKE_BACK, Manifest, Parent, Stored, UnitEntry
 
 Rule = Callable[..., None]
 
@@ -90,7 +90,7 @@ def _decided(new: Manifest, unit: str) -> dict[int, str]:
 
 def _check_totals(unit: str, before: UnitEntry, new: Manifest, rule: Rule) -> None:
     merged = [m.tokens for step in new.steps for m in step.merged if ContributionId.parse(m.contribution).unit == unit]
-    lost = [r.tokens for r in new.refused if ContributionId.parse(r.contribution).unit == unit]
+    lost = [0 if r.reason in TAKE_BACK else r.tokens for r in new.refused if ContributionId.parse(r.contribution).unit == unit]
     after = new.units[unit]
     rule(
         (after.merged, after.refused, after.tokens, after.lost)

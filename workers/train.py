@@ -27,6 +27,7 @@ from ps_diloco.errors import ConfigError, UserError
 from ps_diloco.progress import join_ramp
 from ps_diloco.run import open_run
 from ps_diloco.store import Store, open_store
+from ps_diloco.unit.leave import Ending
 from workers.data import Corpus, Stream, load_corpus
 from workers.evaluate import held_out_loss
 from workers.model import build_model
@@ -40,6 +41,14 @@ class ExitReason(IntEnum):
     RUN_ENDED = 0
     STOPPED = 1
     STEPS_DONE = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """How a unit ended, and what it left behind."""
+
+    reason: ExitReason
+    ending: Ending
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +82,7 @@ def train(
     poll_s: float = 1.0,
     heartbeat_s: float = 5.0,
     on_report: Callable[[StepReport], None] | None = None,
-) -> ExitReason:
+) -> Ended:
     """Train as unit ``unit_name`` until the run ends, ``stop`` is set, or ``steps_max`` inner steps of this process are done.
 
     ``device`` and ``threads`` go before what the run says.
@@ -104,9 +113,7 @@ def train(
         if unit.restored is not None:
             trainer.stream.resume(unit.restored.get("data"))
         step = 0
-        while not unit.done and not stop.is_set():
-            if step == steps_max:
-                return ExitReason.STEPS_DONE
+        while not unit.done and not stop.is_set() and step != steps_max:
             progress = unit.progress
             lr = lr_at(progress, program.train) * unit.lr_scale
             loss = trainer.step(lr)
@@ -117,7 +124,8 @@ def train(
                 on_report(replace(report, version=unit.version, blocked_s=unit.blocked_s))
             if step_delay_s:
                 env.clock.wait(stop, step_delay_s)
-        return ExitReason.STOPPED if stop.is_set() else ExitReason.RUN_ENDED
+        reason = ExitReason.RUN_ENDED if unit.done else ExitReason.STOPPED if stop.is_set() else ExitReason.STEPS_DONE
+    return Ended(reason=reason, ending=unit.close())
 
 
 def train_alone(

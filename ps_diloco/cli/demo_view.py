@@ -75,7 +75,7 @@ class View:
             report = row["report"]
             table.add_row(
                 name,
-                ProgressBar(total=1.0, completed=row["tokens_merged"] / len(facts["fragment_versions"]) / self._target * 2, width=24),
+                ProgressBar(total=1.0, completed=row["tokens_merged"] / self._target * 2, width=24),
                 str(report.get("inner_steps", "-")),
                 f"{report['loss']:.3f}" if report.get("loss") is not None else "-",
                 str(report.get("version", "-")),
@@ -121,7 +121,7 @@ def summarise(console: Console, summary: Summary) -> None:
         table.add_row(
             name,
             f"{ledger.total(name, 'steps'):.0f}",
-            count_text(row["tokens_merged"] / len(summary.facts["fragment_versions"])),
+            count_text(row["tokens_merged"]),
             str(row["merged"]),
             str(row["refused"]),
             bytes_text(ledger.total(name, "bytes_pushed")),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +11,7 @@ import safetensors.torch
 import torch
 import typer
 
-from ps_diloco.cli.context import RunUrl, console, count_text, of, progress
+from ps_diloco.cli.context import RunUrl, console, of, progress
 from ps_diloco.errors import ConfigError, NotFound
 from ps_diloco.weights import read_weights
 
@@ -21,7 +22,7 @@ def export(
     context: typer.Context,
     run: RunUrl,
     out: Annotated[Path, typer.Argument(help="File to write: .safetensors, or .pt for a plain PyTorch state dict.")],
-    version: Annotated[int | None, typer.Option("--version", min=0, help="Which version; default: the newest.")] = None,
+    version: Annotated[str | None, typer.Option("--version", help="Which version, as 12 or 0:12; default: the newest.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
 ) -> None:
     """Write the weights of a version to a file that fits the model's load_state_dict. Every hash is checked on the way."""
@@ -33,7 +34,7 @@ def export(
         raise ConfigError("the directory does not exist", directory=out.parent)
     opened = of(context).run(run)
     head = opened.log.find_head()
-    chosen = head if version is None else opened.log.read(head.record.timeline, version)
+    chosen = head if version is None else opened.log.read(*_parse(version, head.record.timeline))
     if chosen is None:
         raise NotFound("the run has no such version", version=version, newest=head.record.version)
     with progress(len(chosen.record.fragments), f"reading version {chosen.record.version}") as bar:
@@ -45,7 +46,12 @@ def export(
     else:
         torch.save(weights, partial)
     os.replace(partial, out)
-    elements = sum(tensor.numel() for tensor in weights.values())
-    console().print(
-        f"wrote version {chosen.record.timeline}:{chosen.record.version}, {len(weights)} tensors, {count_text(elements)} elements, to {out}"
-    )
+    console().print(f"wrote version {chosen.record.timeline}:{chosen.record.version}, {len(weights)} tensors, to {out}")
+
+
+def _parse(text: str, timeline: int) -> tuple[int, int]:
+    """``12`` or ``0:12`` as (timeline, version)."""
+    match = re.fullmatch(r"(?:(\d{1,6}):)?(\d{1,15})", text, re.ASCII)
+    if match is None:
+        raise ConfigError("a version is a number, or timeline:number", version=repr(text))
+    return int(match[1] or timeline), int(match[2])

@@ -12,6 +12,7 @@ from pydantic_core import PydanticUndefined
 from ps_diloco.cli.context import RunUrl, console, count_text, of, progress
 from ps_diloco.config import CreateSettings, RunSettings, parse_settings, read_toml, set_dotted
 from ps_diloco.env import Env
+from ps_diloco.errors import UrlError
 from ps_diloco.run import create_run
 
 
@@ -40,6 +41,8 @@ def init(
         return
     if not run:
         raise typer.BadParameter("name the run, for example s3://bucket/runs/first", param_hint="RUN")
+    if run.startswith("memory:"):
+        raise UrlError("a memory store lives in one process and is gone with it", url=run, remedy="use a directory or a bucket")
     values = read_toml(config) if config else {}
     for assignment in set_ or []:
         set_dotted(values, assignment)
@@ -60,6 +63,8 @@ def init(
     layout = created.layout
     out.print(f"created run {created.record.name!r} at {store.url}")
     out.print(f"  {count_text(layout.elements)} parameters in {len(layout.fragments)} fragment(s), seed {created.record.seed}")
+    if settings.target_tokens is None:
+        out.print("  no target_tokens: the run goes on until you stop it, with a constant learning rate")
     out.print(
         f"next: ps-diloco aggregate {run}\n      ps-diloco unit {run} --name us-east-1a     (on every machine that trains, each with its own name)"
     )

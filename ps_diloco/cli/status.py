@@ -8,10 +8,14 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from ps_diloco import keys
 from ps_diloco.cli.context import RunUrl, bytes_text, console, count_text, of
+from ps_diloco.env import SystemClock
 from ps_diloco.records import Manifest
 from ps_diloco.run import OpenRun
 from ps_diloco.unit.heart import read_heartbeat
+
+SILENT_BEATS = 4
 
 
 def status(
@@ -36,7 +40,8 @@ def status(
     fragments = " ".join(str(entry.fragment_version) for entry in head.fragments)
     out.print(f"{count_text(opened.layout.elements)} parameters in {len(head.fragments)} fragment(s) at version(s) {fragments}")
     if not facts["units"]:
-        out.print(f"no units yet; start one with: ps-diloco unit {run} --name NAME")
+        joins = f"ps-diloco unit {run} --name NAME" if opened.record.program else "ps_diloco.join, from the program that created it"
+        out.print(f"no units yet; start one with: {joins}")
         return
     table = Table(box=None, pad_edge=False)
     table.add_column("unit")
@@ -63,23 +68,32 @@ def status(
     out.print(table)
 
 
+def _heard_s(run: OpenRun, unit: str) -> float | None:
+    """Age of a unit's heartbeat, by the store's time against this machine's clock; None if the store does not say."""
+    found = next(run.store.list(keys.heartbeat(unit)), None)
+    return None if found is None or found.modified_s is None else SystemClock().wall_s() - found.modified_s
+
+
 def gather(run: OpenRun, head: Manifest) -> dict[str, Any]:
     """Head and units as plain data. Heartbeats are hints: what they say is shown, never relied on. Does I/O: one GET per unit."""
     units: dict[str, Any] = {}
     for name, entry in sorted(head.units.items()):
         beat = read_heartbeat(run, name)
+        heard_s = _heard_s(run, name)
         if beat is None:
             state = "no heartbeat"
         elif beat.ended is not None:
             state = f"ended: {beat.ended}"
         elif beat.report.get("away_s"):
             state = f"bucket away for {beat.report['away_s']:.0f} s"
+        elif heard_s is not None and heard_s > SILENT_BEATS * beat.interval_s:
+            state = f"silent for {heard_s:.0f} s"
         else:
             state = "training"
         units[name] = {
             "incarnation": entry.incarnation,
             "region": entry.region,
-            "tokens_merged": entry.tokens,
+            "tokens_merged": entry.tokens / len(head.fragments),
             "merged": entry.merged,
             "refused": entry.refused,
             "lost_tokens": entry.lost,

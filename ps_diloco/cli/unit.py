@@ -6,9 +6,12 @@ import logging
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
 from ps_diloco.cli.context import RunUrl, console, count_text, of, stop_on_signal
 from ps_diloco.env import Env
+from ps_diloco.errors import StoreError
+from ps_diloco.unit.leave import Ending
 
 EVERY_S = 10.0
 
@@ -53,7 +56,7 @@ def unit(
         )
 
     with stop_on_signal() as stop:
-        reason = train(
+        ended = train(
             run,
             name,
             stop=stop,
@@ -69,9 +72,21 @@ def unit(
             heartbeat_s=heartbeat,
             on_report=show,
         )
-    ends = {
-        ExitReason.RUN_ENDED: "the run has reached its target; the final version is in the bucket",
-        ExitReason.STOPPED: "stopped; work published, state saved. The same command goes on from here",
-        ExitReason.STEPS_DONE: "all steps done; work published, state saved",
-    }
-    out.print(ends[reason])
+    if ended.reason is ExitReason.RUN_ENDED:
+        out.print("the run has reached its target; the final version is in the bucket")
+    else:
+        _tell(out, "stopped" if ended.reason is ExitReason.STOPPED else "all steps done", ended.ending, run)
+
+
+def _tell(out: Console, what: str, ending: Ending, run: str) -> None:
+    """Say what became of the work; exit with the store's code if some of it is lost."""
+    if not ending.listed:
+        out.print(f"no aggregator has listed this unit, so nothing could be published; is one running? (ps-diloco aggregate {run})")
+    unsent = f", {ending.unsent} not" if ending.unsent else ""
+    if ending.saved:
+        kept = " (they are in the saved state)" if ending.unsent else ""
+        out.print(f"{what}; {ending.published} contribution(s) published{unsent}{kept}; state saved. The same command goes on from here")
+        return
+    out.print(f"{what}; {ending.published} contribution(s) published{unsent}; the unit's own state could NOT be saved")
+    if ending.unsent:
+        raise typer.Exit(StoreError.exit_code)

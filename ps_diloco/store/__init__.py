@@ -54,6 +54,12 @@ def open_store(url: str, *, s3: S3Settings | None = None) -> Store:
     """
     match = _SCHEME.match(url)
     if match is None:
+        if re.match(r"(s3|gs|gcs|file|memory)/+", url):
+            raise UrlError(
+                "a URL has a colon after its scheme",
+                url=repr(url),
+                remedy=f"write {url.partition('/')[0]}://..., or ./{url} if it is a path",
+            )
         if not url or "\0" in url:
             raise UrlError("not the URL of a store", url=repr(url), remedy=_EXAMPLES)
         return _open_path(url, url)

@@ -57,9 +57,9 @@ class S3Settings:
     addressing: Literal["auto", "path", "virtual"] = "auto"
     checksum: Literal["when_supported", "when_required"] | None = None
     """``when_required`` for servers that refuse the checksums that AWS takes by default."""
-    connect_timeout_s: float = 10.0
-    read_timeout_s: float = 60.0
-    attempts: int = 4
+    connect_timeout_s: float = 5.0
+    read_timeout_s: float = 20.0
+    attempts: int = 3
     """Tries of one request within the SDK."""
 
 

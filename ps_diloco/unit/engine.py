@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ps_diloco.config import RunSettings
-from ps_diloco.errors import Fenced, InvariantViolation
+from ps_diloco.errors import Fenced, InvariantViolation, NonFinite
 from ps_diloco.fragment import FragmentValue
 from ps_diloco.layout import Layout
 from ps_diloco.records import UNDECIDED_MAX
@@ -28,6 +28,14 @@ from ps_diloco.unit.puller import News
 from ps_diloco.unit.state import UNDECIDED_PER_FRAGMENT, Account, Correction, FragmentState
 
 log = logging.getLogger("ps_diloco.unit")
+
+
+REMEDIES = {
+    "stale": "Its base was more outer steps behind than the run's staleness_limit: cut more often (unit.sync_every), or merge more at once.",
+    "non-finite": "The training diverged here.",
+    "norm": "The training diverged here.",
+    "codec": "The aggregator is of another version.",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +78,16 @@ class Residuals:
     values: dict[int, torch.Tensor]
 
 
-Event = Cut | Adopted | Restart | Save | Residuals | News
+@dataclass(frozen=True, kw_only=True)
+class Left:
+    """Work since the last cut that will not be sent: the model was replaced by the final version, or the unit ends."""
+
+    fragment: int
+    before: FragmentValue | None
+    lost_tokens: int
+
+
+Event = Cut | Adopted | Left | Restart | Save | Residuals | News
 
 
 class Engine:
@@ -86,6 +103,7 @@ class Engine:
         *,
         on_error: Callable[[BaseException], None],
     ) -> None:
+        self._layout = layout
         self._identity = identity
         self._outbox = outbox
         self._on_error = on_error
@@ -110,6 +128,7 @@ class Engine:
         self.accounts: tuple[tuple[Account, float], ...] = tuple((Account(), 0.0) for _ in self._states)
         """Per fragment a copy of its account and the balance of I10, as they were after the last event."""
         self._restart: set[int] = set()
+        self._warned: set[str] = set()
         self.adopted_tokens = [entry.tokens for entry in first.head.record.fragments]
         """Per fragment: tokens merged into the version that the local parameters hold."""
         self._offered_tokens = list(self.adopted_tokens)
@@ -164,10 +183,11 @@ class Engine:
         """For tests: the states themselves. Touch only when :meth:`join` has returned."""
         return self._states
 
-    def join(self, timeout_s: float) -> None:
-        """Handle what is queued, then end."""
+    def join(self, timeout_s: float) -> bool:
+        """Handle what is queued, then end; whether it has."""
         self._events.put(None)
         self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
     # the engine's own thread
 
@@ -181,13 +201,19 @@ class Engine:
     def _handle(self, event: Event) -> None:
         if isinstance(event, Cut):
             state = self._states[event.fragment]
-            pending = state.cut(event.snapshot, tokens=event.tokens, steps=event.steps, inner_steps=event.inner_steps, loss=event.loss)
+            try:
+                pending = state.cut(event.snapshot, tokens=event.tokens, steps=event.steps, inner_steps=event.inner_steps, loss=event.loss)
+            except NonFinite as error:
+                raise self._explained(event, error) from None
             self._count(event.fragment)
             self._outbox.put(pending)
         elif isinstance(event, Adopted):
             self._states[event.fragment].adopted(event.before, event.lost_tokens)
             self.adopted_tokens[event.fragment] = self._offered_tokens[event.fragment]
             self._settle(event.fragment)
+        elif isinstance(event, Left):
+            self._states[event.fragment].leave(event.before, event.lost_tokens)
+            self._count(event.fragment)
         elif isinstance(event, News):
             self._take_news(event)
         elif isinstance(event, Restart):
@@ -199,8 +225,19 @@ class Engine:
                 self._states[fragment].restore_residual(residual)
                 self._count(fragment)
         else:
-            saved = {s.fragment: s.residual.clone() if s.returned is None else s.residual + s.returned for s in self._states}
-            event.then(saved, self._outbox.accepted)
+            kept = {s.fragment: s.residual.clone() if s.returned is None else s.residual + s.returned for s in self._states}
+            event.then(kept, self._outbox.accepted)
+
+    def _explained(self, event: Cut, error: NonFinite) -> NonFinite:
+        bad = torch.isfinite(event.snapshot.params).logical_not().nonzero()
+        if not len(bad):
+            return error
+        return NonFinite(
+            "the model's parameters are not finite",
+            tensor=self._layout.entry_at(event.fragment, int(bad[0])),
+            inner_steps=event.inner_steps,
+            remedy="nothing of this span was sent; start the unit again, it goes on from its saved state and the newest version",
+        )
 
     def _take_news(self, news: News) -> None:
         entry = news.head.record.units.get(self._identity.unit)
@@ -218,7 +255,7 @@ class Engine:
         if news.head.record.final:
             for fragment, state in enumerate(self._states):
                 before = len(state.undecided)
-                state.end()
+                state.finish(self._outcome)
                 with self._lock:
                     self._taken[fragment] -= before
                 self._count(fragment)
@@ -229,28 +266,38 @@ class Engine:
         state, news = self._states[fragment], self._newest
         if state.correcting is not None:
             return
-        entry = news.head.record.units.get(self._identity.unit)
-
-        def outcome(seq: int) -> str | None:
-            if entry is None or entry.incarnation != self._identity.incarnation:
-                return None
-            result = entry.outcome(seq)
-            if result == "decided":
-                raise InvariantViolation("a contribution was decided so long ago that its receipt is gone", seq=seq, first=entry.first)
-            return result
-
         before = len(state.undecided)
-        correction = state.settle(outcome, news.values[fragment], news.base(fragment))
+        correction = state.settle(self._outcome, news.values[fragment], news.base(fragment))
         with self._lock:
             self._taken[fragment] -= before - len(state.undecided)
         if fragment in self._restart:
             self._restart.discard(fragment)
             correction = state.replace(news.values[fragment], news.base(fragment))
         self._count(fragment)
+        self._warn_of_refusals(state)
         if correction is not None:
             self._offered_tokens[fragment] = news.head.record.fragments[fragment].tokens
             with self._lock:
                 self._corrections[fragment] = correction
+
+    def _warn_of_refusals(self, state: FragmentState) -> None:
+        for reason in state.account.refused.keys() - self._warned:
+            self._warned.add(reason)
+            log.warning(
+                "work of this unit was refused (%s) and is lost; the fragment goes on from the global version. %s",
+                reason,
+                REMEDIES.get(reason, ""),
+            )
+
+    def _outcome(self, seq: int) -> str | None:
+        """What the newest version says about a contribution of this incarnation; None if it is undecided."""
+        entry = self._newest.head.record.units.get(self._identity.unit)
+        if entry is None or entry.incarnation != self._identity.incarnation:
+            return None
+        result = entry.outcome(seq)
+        if result == "decided":
+            raise InvariantViolation("a contribution was decided so long ago that its receipt is gone", seq=seq, first=entry.first)
+        return result
 
     def _count(self, fragment: int) -> None:
         state = self._states[fragment]

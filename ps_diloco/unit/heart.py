@@ -15,6 +15,8 @@ from ps_diloco.unit.outbox import Identity
 
 log = logging.getLogger("ps_diloco.unit")
 
+END_S_MAX = 5.0
+
 
 class Heart:
     """Writes ``heartbeat.json`` every ``interval_s`` in a thread of its own. Failures are logged and forgotten: it is a hint."""
@@ -25,16 +27,17 @@ class Heart:
         self._interval_s = interval_s
         self._report = report
         self._stop = threading.Event()
+        self._ended: str | None = None
         self._thread = threading.Thread(target=self._loop, name="ps-diloco-heart", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def end(self, reason: str) -> None:
-        """Stop, and write one last heartbeat that says why. Does I/O."""
+        """Stop; the thread writes one last heartbeat that says why, for which this waits a few seconds at most."""
+        self._ended = reason
         self._stop.set()
-        self._thread.join(10.0)
-        self.beat(ended=reason)
+        self._thread.join(END_S_MAX)
 
     def beat(self, *, ended: str | None = None) -> None:
         """Write one heartbeat. Does I/O."""
@@ -56,6 +59,7 @@ class Heart:
         while not self._stop.is_set():
             self.beat()
             self._run.env.clock.wait(self._stop, self._interval_s)
+        self.beat(ended=self._ended)
 
 
 def read_heartbeat(run: OpenRun, unit: str) -> Heartbeat | None:

@@ -30,10 +30,11 @@ from ps_diloco.unit.engine import Engine, Residuals
 from ps_diloco.unit.heart import Heart, read_heartbeat
 from ps_diloco.unit.link import Link
 from ps_diloco.unit.outbox import Identity, Outbox
+from ps_diloco.unit.parts import Parts
 from ps_diloco.unit.puller import News, Puller, read_news
 from ps_diloco.unit.saved import Restored, find_unit_state, restore_optimizer
 from ps_diloco.unit.saver import Saver
-from ps_diloco.unit.unit import Parts, Unit
+from ps_diloco.unit.unit import Unit, json_of
 
 log = logging.getLogger("ps_diloco.unit")
 
@@ -68,6 +69,12 @@ def join(
     run = open_run(counting, env)
     check_same_layout(run.layout, build_layout(model, len(run.layout.fragments)))
     binding = ModelBinding(model, run.layout)
+    if optimizer is not None and not any(parameter in binding.names for group in optimizer.param_groups for parameter in group["params"]):
+        raise ConfigError("the optimizer has none of the model's parameters", optimizer=type(optimizer).__name__)
+    if extra is not None:
+        if not callable(extra):
+            raise ConfigError("extra is a function that returns JSON", extra=repr(extra)[:80], remedy="write extra=lambda: {...}")
+        json_of(extra())
     head = run.log.find_head()
     settings = run.config(head.record.config)
     region = _region(run, settings, region)
@@ -86,8 +93,7 @@ def join(
         first = read_news(run, head, None)
         for fragment, value in enumerate(first.values):
             binding.replace(fragment, value)
-        if restored is not None and optimizer is not None:
-            restore_optimizer(optimizer, binding.names, restored.inner)
+        warm = restored is not None and (optimizer is None or restore_optimizer(optimizer, binding.names, restored.inner))
     except BaseException:
         heart.end("could not join")
         raise
@@ -108,13 +114,14 @@ def join(
             if restored is not None and keeps_residual(run, head, news.head, unit, restored):
                 engine.post(Residuals(values=dict(restored.residuals)))
             elif restored is not None:
-                log.warning("work after the saved state was merged: the saved residual is not used again")
+                log.info("work after the saved state was merged before this restart, so the saved residual is not used again")
             outbox.listed.set()
 
     puller = Puller(run, first, link, stop, poll_s=poll_s, on_news=on_news, on_error=errors.append)
     parts = Parts(
         run=run,
         store=counting,
+        owns_store=store is None,
         identity=identity,
         engine=engine,
         outbox=outbox,
@@ -125,7 +132,7 @@ def join(
         stop=stop,
         errors=errors,
     )
-    joined.append(Unit(parts, binding, optimizer, settings, first, restored, extra))
+    joined.append(Unit(parts, binding, optimizer, settings, first, restored, extra, cold=not warm))
     for part in (outbox, engine, saver, puller):
         part.start()
     return joined[0]

@@ -45,6 +45,8 @@ class Outbox:
         self._queue: queue.SimpleQueue[Pending | None] = queue.SimpleQueue()
         self._on_error = on_error
         self._published = threading.Condition()
+        self._begin = threading.Lock()
+        self._halted = False
         self._count = 0
         self._put = 0
         self.listed = threading.Event()
@@ -79,6 +81,11 @@ class Outbox:
     def queued(self) -> int:
         return self._put - self._count
 
+    def halt(self) -> None:
+        """Begin no further record. Cuts whose ``seq`` is None after this call are never published by this process."""
+        with self._begin:
+            self._halted = True
+
     def join(self, timeout_s: float) -> None:
         self._queue.put(None)
         self._thread.join(timeout_s)
@@ -86,9 +93,9 @@ class Outbox:
     def _loop(self) -> None:
         try:
             while (pending := self._queue.get()) is not None:
-                while not self.listed.is_set() and not self._stop.is_set():
+                while not self.listed.is_set() and not self._stop.is_set() and not self._halted:
                     self.listed.wait(0.2)
-                if self._stop.is_set():
+                if self._stop.is_set() or self._halted:
                     return
                 self._publish(pending)
         except BaseException as error:  # reported to the training thread, which raises it
@@ -96,7 +103,10 @@ class Outbox:
 
     def _publish(self, pending: Pending) -> None:
         who, run = self._identity, self._run
-        pending.seq = self._count  # before anything is written, so that no decision can come earlier
+        with self._begin:
+            if self._halted:
+                return
+            pending.seq = self._count  # before anything is written, so that no decision can come earlier
         contribution = ContributionId(who.timeline, who.unit, who.incarnation, self._count)
         attempt = run.env.entropy.attempt_id()
         data = encode_shard(

@@ -80,6 +80,7 @@ class Puller:
         backoff = Backoff(env=env, first_s=self._poll_s, max_s=10.0)
         try:
             while not self._stop.is_set() and not self._held.head.record.final:
+                self._link.begin(PULL)
                 try:
                     self.poll()
                 except (Unavailable, Denied) as error:
@@ -91,6 +92,7 @@ class Puller:
                 except (FormatError, NotFound) as error:
                     # a version that was replaced while it was read, or damage: either way a newer one may be whole
                     log.warning("cannot use a version, will try a newer one: %s", error)
+                    self._link.answered(PULL)
                     env.clock.wait(self._stop, backoff.next_s())
                     self._polls = 0
                     continue

@@ -29,6 +29,8 @@ META = "ps_diloco"
 class InnerState:
     """The inner optimizer's state by entry name, and what the program adds (JSON). Tensors are on the host and nobody changes them."""
 
+    optimizer: str
+    """Class name; the state of one kind of optimizer is of no use to another."""
     tensors: Mapping[str, torch.Tensor]
     scalars: Mapping[str, float | int]
     extra: Any
@@ -66,21 +68,27 @@ def capture_optimizer(
     return tensors, scalars
 
 
-def restore_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str], inner: InnerState) -> None:
-    """Put a saved state into the optimizer. Raises :class:`FormatError` if a tensor has not the parameter's shape."""
+def restore_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str], inner: InnerState) -> bool:
+    """Put a saved state into the optimizer. False, and nothing is changed, if it is that of another kind of optimizer or of other parameters."""
     by_name = {name: parameter for parameter, name in names.items()}
-    for place, value in (*inner.tensors.items(), *inner.scalars.items()):
-        name, _, key = place.removeprefix("state/").rpartition("/")
-        parameter = by_name.get(name)
-        if parameter is None:
-            raise FormatError("saved optimizer state is of a parameter that the optimizer does not have", name=name)
+    places = [*inner.tensors.items(), *inner.scalars.items()]
+    named = [(*place.removeprefix("state/").rpartition("/")[::2], value) for place, value in places]
+    if inner.optimizer != type(optimizer).__name__ or any(name not in by_name for name, _, _ in named):
+        log.warning(
+            "the saved state is of another optimizer (%s); this one begins anew, with a learning-rate ramp", inner.optimizer or "none"
+        )
+        return False
+    on_device = {
+        parameter for group in optimizer.param_groups for parameter in group["params"] if group.get("fused") or group.get("capturable")
+    }
+    for name, key, value in named:
+        parameter = by_name[name]
         if isinstance(value, torch.Tensor):
-            if value.numel() != 1 and value.shape != parameter.shape:
-                raise FormatError("saved optimizer state has another shape than its parameter", name=place, shape=tuple(value.shape))
-            device = parameter.device if value.shape == parameter.shape else "cpu"
-            optimizer.state[parameter][key] = value.to(device, copy=True)
+            near = value.numel() > 1 or parameter in on_device
+            optimizer.state[parameter][key] = value.to(parameter.device if near else "cpu", copy=True)
         else:
             optimizer.state[parameter][key] = value
+    return True
 
 
 def write_unit_state(
@@ -96,6 +104,7 @@ def write_unit_state(
         "layout_hash": run.record.layout_hash,
         "inner_steps": inner.inner_steps,
         "tokens": inner.tokens,
+        "optimizer": inner.optimizer,
         "scalars": dict(inner.scalars),
         "extra": inner.extra,
     }
@@ -146,6 +155,7 @@ def _load(run: OpenRun, record: UnitState) -> Restored:
         meta = json.loads(header["__metadata__"][META])
         scalars = {str(name): value for name, value in meta["scalars"].items() if isinstance(value, int | float)}
         inner_steps, tokens, extra = int(meta["inner_steps"]), int(meta["tokens"]), meta["extra"]
+        optimizer = str(meta["optimizer"])
     except (safetensors.SafetensorError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise FormatError("saved state is not what the format asks for", key=record.data.key, cause=str(error)[:200]) from None
     residuals = {}
@@ -160,5 +170,5 @@ def _load(run: OpenRun, record: UnitState) -> Restored:
         incarnation=record.incarnation,
         covers=record.covers,
         residuals=residuals,
-        inner=InnerState(tensors=tensors, scalars=scalars, extra=extra, inner_steps=inner_steps, tokens=tokens),
+        inner=InnerState(optimizer=optimizer, tensors=tensors, scalars=scalars, extra=extra, inner_steps=inner_steps, tokens=tokens),
     )

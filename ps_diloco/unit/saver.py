@@ -62,6 +62,11 @@ class Saver:
         return self._written == self._expected
 
     @property
+    def written(self) -> int:
+        """Number of states written."""
+        return self._written
+
+    @property
     def bytes_written(self) -> int:
         return self._store.snapshot().bytes_out
 
@@ -77,8 +82,9 @@ class Saver:
         self._jobs.put(None)
         self._thread.join(timeout_s)
 
-    def _write(self, n: int, job: _Job) -> None:
+    def _write(self, n: int, job: _Job) -> bool:
         write_unit_state(self._run, self._identity, n, job.covers, job.residuals, job.inner)
+        return True
 
     def _loop(self) -> None:
         try:
@@ -86,7 +92,7 @@ class Saver:
                 while not self._outbox.wait_published(job.covers.seq + 1, 1.0):
                     if self._stop.is_set():
                         return
-                self._link.until_done("save the unit's state", partial(self._write, self._written, job))
-                self._written += 1
+                if self._link.until_done("save the unit's state", partial(self._write, self._written, job)):
+                    self._written += 1
         except BaseException as error:  # reported to the training thread, which raises it
             self._on_error(error)

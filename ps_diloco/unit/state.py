@@ -40,6 +40,8 @@ class Account:
     discarded: float = 0.0
     lost_tokens: int = 0
     taken_back: int = 0
+    refused: dict[str, int] = field(default_factory=dict)
+    """Reason -> contributions refused for good."""
 
 
 @dataclass(kw_only=True)
@@ -178,23 +180,8 @@ class FragmentState:
         Rebase, c = Theta' - (r + sum D_i + C) over what stays undecided or was taken back: in exact arithmetic (Theta' - Theta) + own merged work, and
         rounding never accumulates. A contribution refused for good leads to a replacement instead.
         """
-        discard = False
-        changed = version != self.held
-        for pending in list(self.undecided):
-            result = None if pending.seq is None else outcome(pending.seq)
-            if result is None:
-                continue
-            changed = True
-            self.undecided.remove(pending)
-            if result == "merged":
-                self.account.merged += pending.payload_total
-            elif result in TAKE_BACK:
-                self._take_back(pending)
-            else:
-                self.account.discarded += pending.payload_total
-                self.account.lost_tokens += pending.tokens
-                discard = True
-        if not changed:
+        decided, discard = self._decide(outcome)
+        if not decided and version == self.held:
             return None
         if discard:
             return self.replace(value, version)
@@ -206,6 +193,26 @@ class FragmentState:
             target.add_(self.carry)
         self.correcting = Correction(fragment=self.fragment, base=version, value=value, add_F=torch.sub(value.params, target, out=target))
         return self.correcting
+
+    def _decide(self, outcome: Callable[[int], str | None]) -> tuple[bool, bool]:
+        """Take in receipts; (whether there were any, whether work was refused for good)."""
+        decided = discard = False
+        for pending in list(self.undecided):
+            result = None if pending.seq is None else outcome(pending.seq)
+            if result is None:
+                continue
+            decided = True
+            self.undecided.remove(pending)
+            if result == "merged":
+                self.account.merged += pending.payload_total
+            elif result in TAKE_BACK:
+                self._take_back(pending)
+            else:
+                self.account.discarded += pending.payload_total
+                self.account.lost_tokens += pending.tokens
+                self.account.refused[result] = self.account.refused.get(result, 0) + 1
+                discard = True
+        return decided, discard
 
     def replace(self, value: FragmentValue, version: Base) -> Correction:
         """Give up all work that is not on its way: residual, work taken back, and what was done since the last cut."""
@@ -226,18 +233,15 @@ class FragmentState:
         if correction.add_F is not None:
             self.reference.add_(correction.add_F)
             return
-        if before is not None:
-            fresh = total(self.reference - before.params)
-            self.account.produced += fresh
-            self.account.discarded += fresh
-        self.account.lost_tokens += lost_tokens
+        self.leave(before, lost_tokens)
         self.reference = correction.value.params.clone()
         self.base = self.held
         for pending in self.undecided:
             pending.displacement = None
 
-    def end(self) -> None:
-        """The run is final: what is not merged never will be, and is booked as discarded (format §7.7)."""
+    def finish(self, outcome: Callable[[int], str | None]) -> None:
+        """The run is final: what the last manifest did not merge never will be, and is booked as discarded (format §7.7)."""
+        self._decide(outcome)
         self.account.discarded += (
             math.fsum(pending.payload_total for pending in self.undecided) + total(self.residual) + total(self.returned)
         )
@@ -246,6 +250,22 @@ class FragmentState:
         self.residual = torch.zeros_like(self.residual)
         self.returned = self.carry = None
         self.carried_tokens = self.carried_steps = 0
+
+    def leave(self, before: FragmentValue | None, lost_tokens: int) -> None:
+        """Book what was done since the last cut as discarded: nothing of it will be sent."""
+        if before is not None:
+            fresh = total(self.reference - before.params)
+            self.account.produced += fresh
+            self.account.discarded += fresh
+        self.account.lost_tokens += lost_tokens
+
+    def unsent(self) -> torch.Tensor:
+        """A new array: all that a later incarnation would have to send, i.e. residual, work taken back, and payloads whose record was never begun."""
+        kept = self.residual.clone() if self.returned is None else self.residual + self.returned
+        for pending in self.undecided:
+            if pending.seq is None:
+                kept.add_(decode_section(pending.section))
+        return kept
 
     def restore_residual(self, residual: torch.Tensor) -> None:
         """Add the residual that an earlier incarnation saved; it counts as produced by this one."""

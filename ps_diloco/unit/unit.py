@@ -13,9 +13,9 @@ from __future__ import annotations
 import json
 import logging
 import math
-import threading
+import operator
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -26,17 +26,16 @@ from ps_diloco.config import RunSettings
 from ps_diloco.errors import PsDilocoError, UserError
 from ps_diloco.progress import LearningRateProgress, join_ramp, model_tokens
 from ps_diloco.records import Covers
-from ps_diloco.run import OpenRun
-from ps_diloco.store.counting import CountingStore
-from ps_diloco.unit.engine import Adopted, Cut, Engine, Restart, Save
-from ps_diloco.unit.heart import Heart
-from ps_diloco.unit.link import Link
-from ps_diloco.unit.outbox import Identity, Outbox
-from ps_diloco.unit.puller import News, Puller
+from ps_diloco.unit.engine import Adopted, Cut, Left, Restart, Save
+from ps_diloco.unit.leave import Ending, wind_down
+from ps_diloco.unit.parts import Parts
+from ps_diloco.unit.puller import News
 from ps_diloco.unit.saved import InnerState, Restored, capture_optimizer
-from ps_diloco.unit.saver import Saver
 
 log = logging.getLogger("ps_diloco.unit")
+
+LOOK_EVERY_S = 1.0
+UNLISTED_S = 30.0
 
 
 @dataclass
@@ -61,23 +60,6 @@ class Span:
         self.losses = 0.0
 
 
-@dataclass(kw_only=True)
-class Parts:
-    """The background half of a unit, put together by ``join``."""
-
-    run: OpenRun
-    store: CountingStore
-    identity: Identity
-    engine: Engine
-    outbox: Outbox
-    puller: Puller
-    saver: Saver
-    heart: Heart
-    link: Link
-    stop: threading.Event
-    errors: list[BaseException] = field(default_factory=list)
-
-
 class Unit:
     """One independently paced trainer of a run. Use from one thread."""
 
@@ -90,6 +72,8 @@ class Unit:
         first: News,
         restored: Restored | None,
         extra: Callable[[], Any] | None,
+        *,
+        cold: bool,
     ) -> None:
         self._parts = parts
         self._binding = binding
@@ -104,17 +88,21 @@ class Unit:
         """What ``extra`` returned when the restored state was saved; None if no state was restored."""
         self.inner_steps = restored.inner.inner_steps if restored else 0
         self.tokens = restored.inner.tokens if restored else 0
+        self._waiting = dict(restored.residuals) if restored else {}
         self.steps = 0
-        """Inner steps of this incarnation."""
+        """Inner steps of this process; ``inner_steps`` goes on over restarts."""
         self.blocked_s = 0.0
         """Seconds for which synchronisation kept the training thread from training."""
         self._begun_s = self._clock.monotonic()
-        self._done = False
-        self._closed = False
+        self._done = self._closed = self._stopping = self._inside = self._told = False
+        self.ending: Ending | None = None
+        """What became of the work, once the unit is closed."""
+        self._look_at_s = self._begun_s + LOOK_EVERY_S
+        self._told_unlisted = False
         self._progress = LearningRateProgress(settings.target_tokens)
         warmup = settings.unit.join_warmup_steps
         warmup = settings.unit.sync_every if warmup is None else warmup
-        self._ramp = warmup if restored is None else 0
+        self._ramp = warmup if cold else 0
         """Inner steps for which the learning rate rises, because the inner optimizer starts cold."""
         late = self._ramp > 0 and first.head.record.tokens > 0
         self._to_restart = set(range(len(self._layout.fragments))) if late else set()
@@ -134,8 +122,7 @@ class Unit:
         """
         if self._closed:
             raise UserError("the unit is closed", unit=self.name, remedy="join again")
-        if tokens < 1:
-            raise UserError("a step trains on at least one token", tokens=tokens)
+        tokens, loss = _whole(tokens), None if loss is None else float(loss)
         begun_s = self._clock.monotonic()
         self.steps += 1
         self.inner_steps += 1
@@ -143,21 +130,31 @@ class Unit:
         for span in self._spans:
             span.add(tokens, loss)
         self._raise_errors()
+        self._inside = True  # if this is left by an exception, the model may hold half a correction: then nothing more is published
         self._adopt()
         if not self._ramping:
             self._cut_what_is_due()
-        self.blocked_s += self._clock.monotonic() - begun_s
+        self._inside = False
+        ended_s = self._clock.monotonic()
+        self.blocked_s += ended_s - begun_s
+        if ended_s >= self._look_at_s:
+            self._look_at_s = ended_s + LOOK_EVERY_S
+            self._look(ended_s)
 
     @property
     def done(self) -> bool:
-        """True once the run has ended; the model then holds the final version."""
+        """True once the run has ended, and the model then holds the final version; or once :meth:`stop` was called."""
         self._raise_errors()
         final = self._parts.engine.final
         if final is not None and not self._done:
-            self._done = True
+            self._done = self._inside = True
             for fragment, value in enumerate(final.values):
+                before, span = self._binding.snapshot(fragment), self._spans[fragment]
                 self._binding.replace(fragment, value)
-        return self._done
+                self._parts.engine.post(Left(fragment=fragment, before=before, lost_tokens=span.tokens))
+                span.clear()
+            self._inside = False
+        return self._done or self._stopping
 
     @property
     def progress(self) -> float | None:
@@ -202,37 +199,50 @@ class Unit:
             "unbalanced": max(abs(balance) for _, balance in accounts),
         }
 
-    def close(self, reason: str = "closed", *, drain_s: float = 15.0) -> None:
-        """Publish what is done so far, save the unit's own state, say goodbye. Waits for the bucket at most ``drain_s``. Does I/O."""
-        if self._closed:
-            return
+    def stop(self) -> None:
+        """Ask the loop to end: ``done`` becomes true. Safe in a signal handler; leaving the ``with`` block then publishes and saves."""
+        self._stopping = True
+
+    def close(self, reason: str = "closed", *, drain_s: float = 15.0) -> Ending:
+        """Publish what is done so far, save the unit's own state, say goodbye; returns what became of it. Does I/O, for little more than ``drain_s``.
+
+        Raises what a background thread had found and nobody was told yet.
+        """
+        if self.ending is not None:
+            return self.ending
         self._closed = True
         parts = self._parts
-        if not self._done and not parts.errors:
-            self._adopt()
-            for fragment, span in enumerate(self._spans):
-                if span.steps and not self._ramping and parts.engine.can_cut(fragment):
-                    self._cut(fragment)
-            if not self._ramping:
-                self._save()
-        if parts.errors:  # a background thread has ended, so nothing more will be sent
-            drain_s = 0.0
-        parts.engine.join(drain_s)
-        parts.outbox.wait_published(parts.outbox.accepted, drain_s)
-        parts.saver.join(drain_s)
-        parts.stop.set()
-        parts.outbox.join(5.0)
-        parts.puller.join(5.0)
-        parts.heart.end("run ended" if self._done else reason)
-        parts.store.close()
+        inner, fresh = None, {}
+        try:
+            if not (self._done or self._inside or parts.errors):
+                self._adopt()
+                if not self._ramping:
+                    fresh = self._cut_what_is_left()
+                    inner = self._capture()
+        finally:
+            self.ending = wind_down(
+                parts,
+                inner,
+                fresh=fresh,
+                waiting={} if parts.outbox.listed.is_set() else self._waiting,
+                drain_s=0.0 if parts.errors else drain_s,
+                reason="run ended" if self._done else reason,
+            )
+        if not self._told:
+            self._raise_errors()
+        return self.ending
 
     def __enter__(self) -> Unit:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if error is not None and not isinstance(error, KeyboardInterrupt):
+        if error is None:
+            self.close()
+            return
+        if not isinstance(error, KeyboardInterrupt | SystemExit):
             self._parts.errors.append(error)  # what the model holds now may be half a step: publish nothing of it
-        self.close("closed" if error is None else type(error).__name__)
+            self._told = True
+        self.close(type(error).__name__)
 
     # the parts of a step
 
@@ -275,8 +285,20 @@ class Unit:
             every = self._settings.unit.sync_every
             span.due_at += every * (1 + (self.steps - span.due_at) // every)
         every_cuts = self._settings.unit.state_every_cuts
-        if every_cuts and self._cuts_since_save >= every_cuts * len(self._spans) and self._parts.saver.free:
+        parts = self._parts
+        unused = self._waiting and not parts.outbox.listed.is_set()  # residuals that a state saved now would lack
+        if every_cuts and self._cuts_since_save >= every_cuts * len(self._spans) and parts.saver.free and not unused:
             self._save()
+
+    def _cut_what_is_left(self) -> dict[int, torch.Tensor]:
+        """The last cuts; of fragments that may not be cut any more the parameters, for the saved state."""
+        kept: dict[int, torch.Tensor] = {}
+        for fragment, span in enumerate(self._spans):
+            if span.steps and self._parts.engine.can_cut(fragment):
+                self._cut(fragment)
+            elif span.steps:
+                kept[fragment] = self._binding.snapshot(fragment).params
+        return kept
 
     def _cut(self, fragment: int) -> None:
         span = self._spans[fragment]
@@ -297,29 +319,51 @@ class Unit:
     def _save(self) -> None:
         """Capture the inner state now; residuals follow from the engine, in order; the saver writes it once all cuts that it covers are published."""
         self._cuts_since_save = 0
-        tensors, scalars = capture_optimizer(self._optimizer, self._binding.names) if self._optimizer is not None else ({}, {})
-        inner = InnerState(
-            tensors=tensors,
-            scalars=scalars,
-            extra=_json(self._extra()) if self._extra is not None else None,
-            inner_steps=self.inner_steps,
-            tokens=self.tokens,
-        )
-        saver, timeline = self._parts.saver, self._parts.identity.timeline
+        inner, saver, timeline = self._capture(), self._parts.saver, self._parts.identity.timeline
         saver.expect()
         self._parts.engine.post(Save(then=lambda residuals, cuts: saver.put(Covers(timeline=timeline, seq=cuts - 1), residuals, inner)))
 
+    def _capture(self) -> InnerState:
+        tensors, scalars = capture_optimizer(self._optimizer, self._binding.names) if self._optimizer is not None else ({}, {})
+        return InnerState(
+            optimizer=type(self._optimizer).__name__ if self._optimizer is not None else "",
+            tensors=tensors,
+            scalars=scalars,
+            extra=json_of(self._extra()) if self._extra is not None else None,
+            inner_steps=self.inner_steps,
+            tokens=self.tokens,
+        )
+
+    def _look(self, now_s: float) -> None:
+        """Now and then: what a person should know."""
+        self._parts.link.look()
+        if not self._told_unlisted and not self._parts.outbox.listed.is_set() and now_s - self._begun_s > UNLISTED_S:
+            self._told_unlisted = True
+            log.warning("no aggregator has listed this unit for %.0f s: it trains, but nothing can be published until one runs", UNLISTED_S)
+
     def _raise_errors(self) -> None:
-        if self._parts.errors and not self._closed:
+        if self._parts.errors:
+            self._told = True
             error = self._parts.errors[0]
             if isinstance(error, PsDilocoError):
                 raise error
             raise RuntimeError("a background thread of the unit failed") from error
 
 
-def _json(extra: Any) -> Any:
+def json_of(extra: Any) -> Any:
     """``extra`` as it will come back; raises :class:`UserError` if it is not JSON."""
     try:
         return json.loads(json.dumps(extra, allow_nan=False))
     except (TypeError, ValueError) as error:
         raise UserError("what extra returns must be JSON", cause=error, remedy="return numbers, text, lists and dicts of them") from None
+
+
+def _whole(tokens: Any) -> int:
+    """A positive int from whatever counts as one; raises :class:`UserError`."""
+    try:
+        count = operator.index(tokens.item() if hasattr(tokens, "item") else tokens)
+    except (TypeError, ValueError, RuntimeError):
+        count = 0
+    if count < 1:
+        raise UserError("a step trains on a whole number of tokens, at least one", tokens=tokens)
+    return count

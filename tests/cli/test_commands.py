@@ -83,7 +83,7 @@ def test_sigterm_ends_unit_and_aggregator_and_the_same_commands_go_on(processes:
     for process in (unit, aggregator):
         process.send_signal(signal.SIGTERM)
     out, _ = unit.communicate(timeout=60)
-    assert unit.returncode == 0 and "stopped; work published, state saved" in out, out
+    assert unit.returncode == 0 and "contribution(s) published; state saved" in out, out
     out, _ = aggregator.communicate(timeout=60)
     assert aggregator.returncode == 0 and "stopped; everything is in the bucket" in out, out
 

@@ -180,8 +180,15 @@ def test_three_units_learn_and_end_on_the_same_model(kind: str, fragments: int, 
 
 def test_nobody_waits_for_a_unit_that_is_four_times_slower_and_its_work_still_counts() -> None:
     url = f"memory://end-to-end-{next(_numbers)}"
-    run = create(url, 1, target_tokens=40 * SYNC_EVERY * TOKENS, merge={"merge_at_least": 0.3})
-    fast = [Trainer(url, f"fast-{number}", number) for number in range(2)]
+    run = create(url, 1, target_tokens=120 * SYNC_EVERY * TOKENS, merge={"merge_at_least": 0.3})
+    begun: list[bool] = []
+
+    def all_listed(_: Trainer) -> bool:
+        if not begun and len(run.log.find_head().record.units) == 3:
+            begun.append(True)
+        return bool(begun)
+
+    fast = [Trainer(url, f"fast-{number}", number, all_listed) for number in range(2)]
     slow = Trainer(url, "slow", 2, lambda mine: 4 * len(mine.losses) < min(len(trainer.losses) for trainer in fast))
     with aggregating(url):
         trainers = [trainer.start() for trainer in (*fast, slow)]

@@ -200,6 +200,7 @@ class Trainer:
     def abandon(self) -> None:
         """Let the unit end without publishing or saving anything more."""
         self.parts.errors.append(RuntimeError("abandoned"))
+        self.unit._told = True
 
     @property
     def parts(self) -> Any:

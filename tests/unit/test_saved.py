@@ -13,7 +13,6 @@ from torch import nn
 
 from ps_diloco import keys
 from ps_diloco.binding import ModelBinding
-from ps_diloco.errors import FormatError
 from ps_diloco.records import Covers, Ref, UnitState, decode, encode
 from ps_diloco.unit.outbox import Identity
 from ps_diloco.unit.saved import META, InnerState, capture_optimizer, find_unit_state, restore_optimizer, write_unit_state
@@ -27,7 +26,7 @@ def _who(incarnation: int = 0) -> Identity:
 
 def _write(scene: Scene, *, incarnation: int = 0, n: int = 0, seq: int = 4, steps: int = 7, extra: Any = None, **more: Any) -> None:
     residuals = more.pop("residuals", {0: torch.full((13,), float(steps))})
-    inner = InnerState(tensors=more.pop("tensors", {}), scalars={}, extra=extra, inner_steps=steps, tokens=10 * steps)
+    inner = InnerState(optimizer="", tensors=more.pop("tensors", {}), scalars={}, extra=extra, inner_steps=steps, tokens=10 * steps)
     write_unit_state(scene.run, _who(incarnation), n, Covers(timeline=more.pop("timeline", 0), seq=seq), residuals, inner)
 
 
@@ -49,7 +48,7 @@ def _data(meta: dict[str, Any] | str, residual: torch.Tensor) -> bytes:
     return safetensors.torch.save({"residual/0": residual}, metadata={META: text})
 
 
-GOOD_META = {"inner_steps": 1, "tokens": 1, "extra": None, "scalars": {}}
+GOOD_META = {"optimizer": "", "inner_steps": 1, "tokens": 1, "extra": None, "scalars": {}}
 
 
 def _trained(optimizer_of: Any, steps: int = 3) -> tuple[nn.Module, torch.optim.Optimizer, ModelBinding, Scene]:
@@ -70,6 +69,7 @@ OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
     "plain sgd": lambda p: torch.optim.SGD(p, lr=0.1),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.1),
     "rprop": lambda p: torch.optim.Rprop(p, lr=0.1),
 }
 
@@ -78,7 +78,9 @@ OPTIMIZERS = {
 def test_an_optimizer_goes_on_from_its_saved_state_as_if_nothing_had_happened(name: str) -> None:
     model, optimizer, binding, scene = _trained(OPTIMIZERS[name])
     tensors, scalars = capture_optimizer(optimizer, binding.names)
-    inner = InnerState(tensors=tensors, scalars=scalars, extra={"cursor": [1, "x"]}, inner_steps=3, tokens=30)
+    inner = InnerState(
+        optimizer=type(optimizer).__name__, tensors=tensors, scalars=scalars, extra={"cursor": [1, "x"]}, inner_steps=3, tokens=30
+    )
     residual = torch.randn(8)
     write_unit_state(scene.run, _who(), 0, Covers(timeline=0, seq=4), {0: residual}, inner)
 
@@ -91,7 +93,7 @@ def test_an_optimizer_goes_on_from_its_saved_state_as_if_nothing_had_happened(na
     twin = nn.Linear(3, 2)
     twin.load_state_dict(model.state_dict())
     other = OPTIMIZERS[name](twin.parameters())
-    restore_optimizer(other, ModelBinding(twin, scene.run.layout).names, restored.inner)
+    assert restore_optimizer(other, ModelBinding(twin, scene.run.layout).names, restored.inner)
     for net, opt in ((model, optimizer), (twin, other)):
         for _ in range(2):
             opt.zero_grad()
@@ -111,12 +113,21 @@ def test_captured_tensors_do_not_change_when_training_goes_on() -> None:
     assert all(torch.equal(tensors[name], before[name]) for name in tensors)
 
 
-def test_optimizer_state_of_another_shape_or_parameter_is_refused() -> None:
+@pytest.mark.parametrize(("kind", "place"), [("SGD", "state/weight/exp_avg"), ("AdamW", "state/nothing/exp_avg")])
+def test_the_state_of_another_optimizer_or_parameter_is_left_alone(kind: str, place: str) -> None:
     _, optimizer, binding, _ = _trained(OPTIMIZERS["adamw"])
-    for place in ("state/weight/exp_avg", "state/nothing/exp_avg"):
-        inner = InnerState(tensors={place: torch.zeros(5)}, scalars={}, extra=None, inner_steps=0, tokens=0)
-        with pytest.raises(FormatError):
-            restore_optimizer(optimizer, binding.names, inner)
+    before, _ = capture_optimizer(optimizer, binding.names)
+    inner = InnerState(optimizer=kind, tensors={place: torch.zeros(6)}, scalars={}, extra=None, inner_steps=0, tokens=0)
+    assert not restore_optimizer(optimizer, binding.names, inner)
+    after, _ = capture_optimizer(optimizer, binding.names)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_an_optimizer_whose_state_has_shapes_of_its_own_goes_on_too() -> None:
+    _, optimizer, binding, _ = _trained(OPTIMIZERS["adafactor"])
+    tensors, scalars = capture_optimizer(optimizer, binding.names)
+    inner = InnerState(optimizer="Adafactor", tensors=tensors, scalars=scalars, extra=None, inner_steps=0, tokens=0)
+    assert restore_optimizer(optimizer, binding.names, inner)
 
 
 def test_the_newest_saved_state_is_taken() -> None:
@@ -208,6 +219,6 @@ def test_the_record_is_written_last() -> None:
     scene = Scene()
     store = FaultyStore(scene.store)
     run = type(scene.run)(store=store, env=scene.run.env, record=scene.run.record)
-    inner = InnerState(tensors={}, scalars={}, extra=None, inner_steps=1, tokens=1)
+    inner = InnerState(optimizer="", tensors={}, scalars={}, extra=None, inner_steps=1, tokens=1)
     write_unit_state(run, _who(), 0, Covers(timeline=0, seq=-1), {0: RESIDUAL}, inner)
     assert [call.key.rsplit(".", 1)[1] for call in store.calls if call.verb == "put"] == ["safetensors", "json"]
