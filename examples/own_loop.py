@@ -8,6 +8,7 @@ python examples/own_loop.py RUN --name us-east-1a # on every machine, each with 
 from __future__ import annotations
 
 import argparse
+import signal
 
 import torch
 from torch import nn
@@ -34,6 +35,7 @@ def main() -> None:
     loss = torch.tensor(float("nan"))
 
     with ps_diloco.join(arguments.run, model, optimizer, unit=arguments.name) as unit:
+        signal.signal(signal.SIGTERM, lambda *_: unit.stop())
         while not unit.done:
             x = torch.randn(64, 16)
             loss = ((model(x) - x.sin().sum(dim=1, keepdim=True)) ** 2).mean()
