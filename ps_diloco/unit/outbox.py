@@ -77,10 +77,6 @@ class Outbox:
         """Number of cuts that were put, written or not: the seq of the next one."""
         return self._put
 
-    @property
-    def queued(self) -> int:
-        return self._put - self._count
-
     def halt(self) -> None:
         """Begin no further record. Cuts whose ``seq`` is None after this call are never published by this process."""
         with self._begin:

@@ -62,11 +62,6 @@ class Saver:
         return self._written == self._expected
 
     @property
-    def written(self) -> int:
-        """Number of states written."""
-        return self._written
-
-    @property
     def bytes_written(self) -> int:
         return self._store.snapshot().bytes_out
 

@@ -84,7 +84,7 @@ def test_cuts_are_published_in_order_and_can_be_merged() -> None:
     with _posting(scene, scene.store) as post:
         pendings = [post.put(float(n)) for n in range(5)]
         assert post.outbox.wait_published(5, 30.0)
-        assert post.outbox.published == 5 and post.outbox.queued == 0
+        assert post.outbox.published == 5 and post.outbox.accepted == 5
     assert [pending.seq for pending in pendings] == list(range(5))
     assert [record.tokens for record in scene.records("a")] == [1, 2, 3, 4, 5]
     scene.pass_once()
