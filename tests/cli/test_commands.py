@@ -39,8 +39,12 @@ def create(place: Path, text: Path, target: int) -> str:
 
 def test_a_run_is_created_trained_merged_watched_and_exported(processes: Processes, text: Path, tmp_path: Path) -> None:
     url = create(tmp_path / "run", text, 4000)
-    aggregator = processes.start("aggregate", url, "--poll", "0.05")
     units = [processes.start("unit", url, "--name", name, "--poll", "0.1", "--heartbeat", "0.5") for name in ("a", "b")]
+    deadline = time.monotonic() + 90
+    while not all(Path(url, "units", name, "incarnations", "000000.json").exists() for name in ("a", "b")):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    aggregator = processes.start("aggregate", url, "--poll", "0.05")
     for unit in units:
         out, _ = unit.communicate(timeout=100)
         assert unit.returncode == 0, out
