@@ -29,8 +29,8 @@ from ps_diloco.records import Round
 
 WEIGHTS_KEPT = 32
 MASSES_KEPT = 64
-MASS_MAX = 2.0
-"""A unit has at most two undecided contributions of a fragment; when both arrive in one step, they count like one of both spans."""
+MASS_MAX = 1.0
+"""One step never moves by more than a round, however much arrives at once after an outage."""
 WEIGHTS_NEEDED = 4
 NORM_BLOCK = 1 << 20
 
@@ -94,7 +94,7 @@ def weigh(
     """Weights, mass and coefficients of contributions to merge into one outer step of a fragment that stands at ``fragment_version``.
 
     w = min(tokens^2 / steps, cap x recent median) (Decoupled DiLoCo, capped); the staleness factor (1 + lag)^-p stands in the numerator only; the mass
-    a = min(2, tokens / R) keeps n steps of one contribution equal to one step of n (format §6.2). ``awaited``: units that are listed but have not been merged
+    a = min(1, tokens / R) keeps n steps of one contribution equal to one step of n (format §6.2). ``awaited``: units that are listed but have not been merged
     into this fragment yet; in its first ``round_window`` steps R counts each of them like the mean of those present, else a run's first round would be taken
     once per arrival at full length.
     """
@@ -162,7 +162,7 @@ class FragmentMerge:
     def merge_buffers_into(self, value: FragmentValue, mass: float) -> None:
         """Write the merged buffers into the global value."""
         moved = value.floats.to(torch.float64)
-        moved.add_((self._floats - moved).mul_(min(1.0, mass)))
+        moved.add_((self._floats - moved).mul_(mass))
         value.floats.copy_(moved)
         if self._ints is not None:
             value.ints.copy_(torch.maximum(value.ints, self._ints))

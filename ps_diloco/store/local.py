@@ -188,18 +188,20 @@ class LocalStore:
                 yield ObjectInfo(key=key, size=status.st_size, modified_s=status.st_mtime)
 
     def _check_root(self) -> None:
-        try:
-            status = os.stat(self.root)
-        except (FileNotFoundError, NotADirectoryError):
-            identity = None
-        else:
-            identity = (status.st_dev, status.st_ino)
+        found = self._root_identity()
         if self._identity is None:
-            self._identity = identity
-        elif identity != self._identity:
+            self._identity = found
+        elif found != self._identity and self._root_identity() != self._identity:  # asked again: another thread may just have made it
             raise Unavailable(
                 "the directory of the store is gone or is another one", url=self.url, remedy="mount it again, or bring it back"
             )
+
+    def _root_identity(self) -> tuple[int, int] | None:
+        try:
+            status = os.stat(self.root)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return status.st_dev, status.st_ino
 
     @contextmanager
     def _errors(self, action: str, key: str, *, maybe_applied: bool = False) -> Iterator[None]:

@@ -169,7 +169,7 @@ def test_the_mass_is_the_part_of_a_round_that_is_merged() -> None:
     assert _weigh([_candidate("a"), _candidate("b")], rounds=rounds).mass == 0.5
     assert _weigh([_candidate(unit) for unit in "abcd"], rounds=rounds).mass == 1.0
     assert _weigh([_candidate("new")], rounds=rounds).mass == 0.2
-    assert _weigh([_candidate(unit, seq=seq) for unit in "abcd" for seq in (0, 1)], rounds=rounds).mass == 2.0
+    assert _weigh([_candidate(unit, seq=seq) for unit in "abcd" for seq in (0, 1)], rounds=rounds).mass == 1.0
 
 
 def test_a_unit_counts_with_its_last_contribution_this_step_included() -> None:
