@@ -43,7 +43,7 @@ class ScriptedServer:
 
     def new_store(self, **settings: Any) -> S3Store:
         given: dict[str, Any] = {"endpoint_url": self.url, "region": "us-east-1", "credentials": ("id", "secret"), "attempts": 1}
-        return S3Store("bucket", "root", S3Settings(**(given | settings)))
+        return S3Store("bucket", "runs", S3Settings(**(given | settings)))
 
     def store(self, **settings: Any) -> S3Store:
         """The same one for the same settings: a new client takes 0.1 s."""
@@ -122,7 +122,7 @@ def test_403_names_what_to_grant(scripted: ScriptedServer, call: str, grant: str
     with pytest.raises(Denied) as caught:
         CALLS[call](scripted.store())
     assert grant in caught.value.remedy
-    assert "url=s3://bucket/root" in str(caught.value)
+    assert "url=s3://bucket/runs" in str(caught.value)
     assert "secret" not in str(caught.value)
 
 
@@ -214,7 +214,7 @@ def test_server_that_ignores_ranges(scripted: ScriptedServer) -> None:
 def test_server_that_lists_out_of_order(scripted: ScriptedServer) -> None:
     def listing(*keys: str) -> Answer:
         rest = "<Size>1</Size><LastModified>2026-01-01T00:00:00Z</LastModified>"
-        entries = "".join(f"<Contents><Key>root/{key}</Key>{rest}</Contents>" for key in keys)
+        entries = "".join(f"<Contents><Key>runs/{key}</Key>{rest}</Contents>" for key in keys)
         return Answer(200, f"<ListBucketResult><IsTruncated>false</IsTruncated>{entries}</ListBucketResult>".encode())
 
     scripted.answers = [listing("p/", "p/a", "p/b b", "p/b")]
@@ -232,9 +232,9 @@ def test_requests(scripted: ScriptedServer) -> None:
     store.put("a/b", b"x", overwrite=True)
     store.delete("a/b")
     (create, overwrite, delete) = scripted.requests
-    assert (create[0], create[1], create[2]["if-none-match"]) == ("PUT", "/bucket/root/a/b", "*")
+    assert (create[0], create[1], create[2]["if-none-match"]) == ("PUT", "/bucket/runs/a/b", "*")
     assert "if-none-match" not in overwrite[2]
-    assert (delete[0], delete[1].partition("?")[0]) == ("DELETE", "/bucket/root/a/b")
+    assert (delete[0], delete[1].partition("?")[0]) == ("DELETE", "/bucket/runs/a/b")
     assert any(name.startswith("x-amz-checksum-") for name in create[2])
     scripted.store(checksum="when_required").put("a/b", b"x")
     assert not any(name.startswith("x-amz-checksum-") for name in scripted.requests[-1][2])
@@ -386,7 +386,7 @@ def test_failed_parts_are_abandoned(
     scripted: ScriptedServer, answers: list[Answer], expected: type[Exception], maybe_applied: bool | None
 ) -> None:
     scripted.answers = list(answers)
-    store = S3Store("bucket", "root", scripted.store().settings, multipart_bytes=PART_BYTES_MIN)
+    store = S3Store("bucket", "runs", scripted.store().settings, multipart_bytes=PART_BYTES_MIN)
     with pytest.raises(expected) as caught:
         store.put("large", bytes(PART_BYTES_MIN + 1))
     assert getattr(caught.value, "maybe_applied", None) == maybe_applied
