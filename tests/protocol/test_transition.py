@@ -162,7 +162,7 @@ BROKEN: dict[str, tuple[str, int, Change]] = {
     "a fragment hash that changes without a step": ("without a step", 4, of_fragment(1, sha256="e" * 64)),
     "a state that goes back without a step": ("without a step", 4, of_fragment(0, state=None)),
     "a state that changes without a step": ("without a step", 4, of_fragment(0, state=OTHER_STATE)),
-    "a state of another fragment without a step": ("another fragment's", 4, of_fragment(1, state=HISTORY[4].record.fragments[0].state)),
+    "a state newer than its fragment": ("newer than its fragment", 4, of_fragment(1, state=HISTORY[4].record.fragments[0].state)),
     "a step without its fragment": ("without a step", STEPPED, lambda m: put(steps=m.steps[1:])(m)),
     "a step of no fragment": ("does not exist", STEPPED, lambda m: put(steps=(*m.steps, STEP.model_copy(update={"fragment": 2})))(m)),
     "a fragment that steps twice": ("steps twice", STEPPED, lambda m: put(steps=(*m.steps, STEP))(m)),
