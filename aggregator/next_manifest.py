@@ -202,6 +202,7 @@ def _step(stepped: Stepped) -> Step:
             Merged(
                 contribution=str(candidate.id),
                 record=by_id[candidate.id].sha256,
+                size=sum(shard.ref.size for shard in by_id[candidate.id].record.shards),
                 tokens=candidate.tokens,
                 steps=candidate.steps,
                 base=by_id[candidate.id].record.base.fragment_version,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from aggregator.admit import Admitted
 from ps_diloco.config import MergeSettings
+from ps_diloco.errors import ConfigError
 from ps_diloco.ids import ContributionId
 from ps_diloco.merge import awaited_units, mass_of
 from ps_diloco.records import Closed, FragmentEntry, Manifest
@@ -41,6 +43,15 @@ class Part:
     index: int = 0
     of: int = 1
     patience_s: float = 10.0
+
+    @staticmethod
+    def parse(text: str, *, patience_s: float) -> Part:
+        """``2/3`` is the second of three. Raises :class:`ConfigError`."""
+        match = re.fullmatch(r"([1-9][0-9]{0,3})/([1-9][0-9]{0,3})", text, re.ASCII)
+        if match is None or int(match[1]) > int(match[2]):
+            remedy = "write --part 1/2 for the first of two processes"
+            raise ConfigError("a part is I/N with I from 1 to N", part=repr(text), remedy=remedy)
+        return Part(index=int(match[1]) - 1, of=int(match[2]), patience_s=patience_s)
 
     def owns(self, fragment: int) -> bool:
         return fragment % self.of == self.index

@@ -269,6 +269,7 @@ class FragmentEntry(Part):
 class Merged(Part):
     contribution: ContributionName
     record: Digest
+    size: Count
     tokens: Positive
     steps: Positive
     base: Count

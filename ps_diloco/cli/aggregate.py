@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ps_diloco.cli.context import RunUrl, console, count_text, of, stop_on_signal
-from ps_diloco.errors import ConfigError
+from ps_diloco.cli.context import RunUrl, bytes_text, console, count_text, of, stop_on_signal
+from ps_diloco.env import Env
+from ps_diloco.run import open_run
+from ps_diloco.store import CountingStore
 
 if TYPE_CHECKING:
-    from aggregator.policy import Part
     from ps_diloco.records import Manifest
 
 
@@ -29,10 +29,12 @@ def aggregate(
     Where merging is more work than one process can do, start N of them, --part 1/N to --part N/N; if one dies, the others take over its fragments.
     """
     from aggregator.outer_step import Outcome
+    from aggregator.policy import Part
     from aggregator.serve import aggregate_once, serve
 
-    share = parse_part(part, patience)
-    opened = of(context).run(run)
+    share = Part.parse(part, patience_s=patience)
+    store = CountingStore(of(context).store(run))
+    opened = open_run(store, Env.system())
     out = console()
 
     def show(outcome: Outcome) -> None:
@@ -51,24 +53,21 @@ def aggregate(
         out.print(f"the run has ended at version {last.head.record.version} with {count_text(last.head.record.tokens)} tokens")
     else:
         out.print("stopped; everything is in the bucket")
-
-
-def parse_part(text: str, patience_s: float) -> Part:
-    """``2/3`` -> the second of three. Raises :class:`ConfigError`."""
-    from aggregator.policy import Part
-
-    match = re.fullmatch(r"([1-9][0-9]{0,3})/([1-9][0-9]{0,3})", text, re.ASCII)
-    if match is None or int(match[1]) > int(match[2]):
-        raise ConfigError("a part is I/N with I from 1 to N", part=repr(text), remedy="write --part 1/2 for the first of two processes")
-    return Part(index=int(match[1]) - 1, of=int(match[2]), patience_s=patience_s)
+    traffic = store.snapshot()
+    out.print(f"read {bytes_text(traffic.bytes_in)}, wrote {bytes_text(traffic.bytes_out)} in {traffic.calls} requests")
 
 
 def describe(manifest: Manifest) -> str:
     """One line about a version."""
     parts = [
-        f"fragment {step.fragment} -> {step.to}: {len(step.merged)} merged, mass {step.mass:.2f}, {step.closed}" for step in manifest.steps
+        f"fragment {step.fragment} -> {step.to}: {len(step.merged)} merged, mass {step.mass:.2f}, {step.closed}, "
+        f"{bytes_text(sum(merged.size for merged in step.merged))} in, "
+        f"{bytes_text(manifest.fragments[step.fragment].deltas[-1].object.size)} out"
+        for step in manifest.steps
     ]
     parts.extend(f"refused {refused.contribution}: {refused.reason}" for refused in manifest.refused)
     if manifest.final:
         parts.append("final")
-    return f"version {manifest.version} ({count_text(manifest.tokens)} tokens): " + ("; ".join(parts) or "units listed")
+    return f"version {manifest.version} ({count_text(manifest.tokens)} tokens): " + (
+        "; ".join(parts) or "units listed, or outer state saved"
+    )

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
-from ps_diloco.cli.context import RunUrl, console, count_text, of
+from ps_diloco.cli.context import RunUrl, bytes_text, console, count_text, of
 from ps_diloco.records import Manifest
 
 
@@ -33,7 +33,7 @@ def versions(
             typer.echo(json.dumps(summary(row), sort_keys=True))
         return
     table = Table(box=None, pad_edge=False)
-    for title in ("version", "written", "tokens", "steps", "merged", "refused", "closed", "update norm"):
+    for title in ("version", "written", "tokens", "steps", "merged", "refused", "pushed", "published", "closed", "update norm"):
         table.add_column(title, justify="right" if title not in ("written", "closed", "steps") else "left")
     for row in rows:
         facts = summary(row)
@@ -44,13 +44,26 @@ def versions(
             " ".join(f"f{step.fragment}>{step.to}" for step in row.steps) or "-",
             str(facts["merged"]),
             str(facts["refused"]),
+            bytes_text(facts["bytes_pushed"]),
+            bytes_text(facts["bytes_published"]),
             ",".join(sorted({step.closed for step in row.steps})) or "-",
             " ".join(f"{step.update_norm:.3g}" for step in row.steps) or "-",
         )
     console().print(table)
 
 
-def summary(manifest: Manifest) -> dict[str, object]:
+def published_bytes(manifest: Manifest) -> int:
+    """Bytes of the objects that this version's steps wrote: updates, and outer state and anchors where they were due."""
+    total = 0
+    for step in manifest.steps:
+        entry = manifest.fragments[step.fragment]
+        total += entry.deltas[-1].object.size
+        total += entry.state.object.size if entry.state is not None and entry.state.fragment_version == step.to else 0
+        total += sum(ref.size for ref in entry.anchor.objects) if entry.anchor.fragment_version == step.to else 0
+    return total
+
+
+def summary(manifest: Manifest) -> dict[str, Any]:
     """The facts of a version that scripts ask for."""
     return {
         "timeline": manifest.timeline,
@@ -62,6 +75,8 @@ def summary(manifest: Manifest) -> dict[str, object]:
         "fragment_versions": [entry.fragment_version for entry in manifest.fragments],
         "merged": sum(len(step.merged) for step in manifest.steps),
         "refused": len(manifest.refused),
+        "bytes_pushed": sum(merged.size for step in manifest.steps for merged in step.merged),
+        "bytes_published": published_bytes(manifest),
         "steps": [
             {
                 "fragment": step.fragment,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
+import sys
 import time
 import tomllib
 from collections.abc import Iterator
@@ -14,6 +16,8 @@ import safetensors.torch
 import torch
 
 from tests.cli.command import TINY, Processes, run
+
+ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.fixture
@@ -53,7 +57,7 @@ def test_a_run_is_created_trained_merged_watched_and_exported(processes: Process
         assert "the run has reached its target" in out
     out, _ = aggregator.communicate(timeout=60)
     assert aggregator.returncode == 0, out
-    assert "the run has ended at version" in out
+    assert "the run has ended at version" in out and " requests" in out
 
     status = json.loads(run("status", url, "--json").stdout)
     assert status["final"] and status["tokens"] >= status["target_tokens"] == 20_000
@@ -65,6 +69,9 @@ def test_a_run_is_created_trained_merged_watched_and_exported(processes: Process
     assert [version["version"] for version in versions] == list(range(status["version"], -1, -1))
     assert sum(version["merged"] for version in versions) == sum(row["merged"] for row in status["units"].values())
     assert "final" in run("versions", url).stdout
+    assert all((version["bytes_pushed"] > 0) == (version["bytes_published"] > 0) == bool(version["steps"]) for version in versions)
+    opened = subprocess.run([sys.executable, ROOT / "examples" / "open_weights.py", url], capture_output=True, text=True, check=True)
+    assert len(opened.stdout.splitlines()) == len(json.loads(Path(url, "run.json").read_text())["layout"]["entries"])
 
     for name in ("model.safetensors", "model.pt"):
         file = tmp_path / name

@@ -254,6 +254,7 @@ class Line:
             Merged(
                 contribution=f"t000000/a/{k:06d}/{seq:020d}",
                 record="0" * 64,
+                size=1,
                 tokens=1,
                 steps=1,
                 base=0,
