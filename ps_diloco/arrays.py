@@ -52,10 +52,10 @@ def _aligned(allocate: Callable[..., np.ndarray], elements: int, dtype: torch.dt
     return torch.from_numpy(memory[first : first + elements * dtype.itemsize]).view(dtype)
 
 
-def pieces(values: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """Views of a flat tensor, in order: (index of the first element, at most :data:`PIECE` elements)."""
+def pieces(values: torch.Tensor, at_once: int = PIECE) -> Iterator[tuple[int, torch.Tensor]]:
+    """Views of a flat tensor, in order: (index of the first element, at most ``at_once`` elements)."""
     if values.numel():
-        yield from zip(range(0, values.numel(), PIECE), torch.split(values, PIECE), strict=True)
+        yield from zip(range(0, values.numel(), at_once), torch.split(values, at_once), strict=True)
 
 
 def check_finite(values: torch.Tensor) -> None:
