@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ps_diloco.arrays import copy_of, zeros
 from ps_diloco.hashing import fragment_hash
 from ps_diloco.layout import FragmentSize
 
@@ -25,15 +26,12 @@ class FragmentValue:
     @staticmethod
     def zeros(size: FragmentSize) -> FragmentValue:
         return FragmentValue(
-            params=torch.zeros(size.elements, dtype=torch.float32),
-            floats=torch.zeros(size.floats, dtype=torch.float32),
-            ints=torch.zeros(size.ints, dtype=torch.int64),
-            frozen=torch.zeros(size.frozen, dtype=torch.float32),
+            params=zeros(size.elements), floats=zeros(size.floats), ints=zeros(size.ints, torch.int64), frozen=zeros(size.frozen)
         )
 
     def clone(self) -> FragmentValue:
-        return FragmentValue(params=self.params.clone(), floats=self.floats.clone(), ints=self.ints.clone(), frozen=self.frozen.clone())
+        return FragmentValue(params=copy_of(self.params), floats=copy_of(self.floats), ints=copy_of(self.ints), frozen=copy_of(self.frozen))
 
-    def sha256(self) -> str:
+    def sha256(self, *, threads: int = 1) -> str:
         """Fragment hash (format §3). Reads every byte once; releases the GIL."""
-        return fragment_hash(self.params, self.floats, self.ints, self.frozen)
+        return fragment_hash(self.params, self.floats, self.ints, self.frozen, threads=threads)

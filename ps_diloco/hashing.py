@@ -6,6 +6,8 @@ import hashlib
 
 import torch
 
+from ps_diloco.arrays import in_order
+
 TREE_BLOCK = 1 << 24
 
 
@@ -14,13 +16,17 @@ def raw_bytes(array: torch.Tensor) -> memoryview:
     return array.detach().view(torch.uint8).numpy().data if array.numel() else memoryview(b"")
 
 
-def tree_hash(array: torch.Tensor) -> bytes:
+def tree_hash(array: torch.Tensor, *, threads: int = 1) -> bytes:
     """SHA-256 over the SHA-256 digests of blocks of 2^24 bytes; one empty block for an empty array."""
     data = raw_bytes(array)
-    digests = [hashlib.sha256(data[start : start + TREE_BLOCK]).digest() for start in range(0, len(data), TREE_BLOCK)]
-    return hashlib.sha256(b"".join(digests) if digests else hashlib.sha256(b"").digest()).digest()
+
+    def digest(start: int) -> bytes:
+        return hashlib.sha256(data[start : start + TREE_BLOCK]).digest()
+
+    digests = in_order(digest, range(0, max(len(data), 1), TREE_BLOCK), threads=threads)
+    return hashlib.sha256(b"".join(digests)).digest()
 
 
-def fragment_hash(params: torch.Tensor, floats: torch.Tensor, ints: torch.Tensor, frozen: torch.Tensor) -> str:
+def fragment_hash(params: torch.Tensor, floats: torch.Tensor, ints: torch.Tensor, frozen: torch.Tensor, *, threads: int = 1) -> str:
     """Fragment hash, hexadecimal, of the four flat arrays."""
-    return hashlib.sha256(b"".join(tree_hash(array) for array in (params, floats, ints, frozen))).hexdigest()
+    return hashlib.sha256(b"".join(tree_hash(array, threads=threads) for array in (params, floats, ints, frozen))).hexdigest()

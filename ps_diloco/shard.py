@@ -9,22 +9,24 @@ Reading bytes that nobody trusts::
 
     shard = ShardReader(data, kind="contribution", run_id=run_id, of=str(contribution), fragment=3,
                         expected={"params": (elements, PUSH_CODECS)})
-    for start, values in shard.chunks("params"): ...
+    shard.visit("params", lambda start, values_P: ...)              # or shard.read("params")
 """
 
 from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Annotated, Literal
 
 import google_crc32c
 import torch
 from pydantic import Field, ValidationError
 
-from ps_diloco.codecs import CODECS, Codec
+from ps_diloco.arrays import empty, in_order
+from ps_diloco.codecs import CODECS, Codec, Each
 from ps_diloco.errors import FormatError, IntegrityError, LimitExceeded, UnknownFormat
 from ps_diloco.records import FORMAT, Count, Number6, Part, RunId, Text
 from ps_diloco.records import no_duplicates as no_duplicates
@@ -73,30 +75,69 @@ class Section:
         return sum(len(frame) for frame in self.frames)
 
 
-def encode_section(name: str, codec: str, values: torch.Tensor, *, decoded: torch.Tensor | None = None) -> Section:
+def encode_section(
+    name: str, codec: str, values: torch.Tensor, *, decoded: torch.Tensor | None = None, each: Each | None = None, threads: int = 1
+) -> Section:
     """Encode a flat vector chunk by chunk; ``decoded``, if given, receives what a reader will get (error feedback needs it).
 
-    Raises :class:`NonFinite` if a value is NaN or infinite. Memory beyond the result is a few chunks.
+    ``each`` gets the same piece by piece while it is in the cache, and may change ``values`` at that place::
+
+        section = encode_section("params", "int4", x_F, each=lambda start, q_P: x_F[start : start + len(q_P)].sub_(q_P))    # x_F is the residual now
+
+    With more ``threads`` it is called by several at once, for pieces of different chunks. Raises :class:`NonFinite` if a value is NaN or infinite.
+    Memory beyond the result is a chunk's raw bytes for each thread.
     """
     coder = CODECS[codec]
-    frames = []
-    for start in range(0, values.numel(), CHUNK):
-        chunk = values[start : start + CHUNK]
-        raw = coder.encode(chunk)
-        if decoded is not None:
-            decoded[start : start + CHUNK] = coder.decode(raw, chunk.numel())
-        frames.append(compress(raw))
+
+    def encode_chunk(start: int) -> bytes:
+        def hand_over(first: int, piece_P: torch.Tensor) -> None:
+            first += start
+            if decoded is not None:
+                decoded[first : first + piece_P.numel()].copy_(piece_P)
+            if each is not None:
+                each(first, piece_P)
+
+        raw = coder.encode(values[start : start + CHUNK], None if decoded is None and each is None else hand_over)
+        return compress(raw)
+
+    frames = in_order(encode_chunk, range(0, values.numel(), CHUNK), threads=threads)
     return Section(name=name, codec=codec, elements=values.numel(), frames=tuple(frames))
 
 
-def decode_section(section: Section) -> torch.Tensor:
+def decode_section(section: Section, *, threads: int = 1) -> torch.Tensor:
     """What a reader will get from a section that this process encoded, as a new tensor."""
-    coder = CODECS[section.codec]
-    values = torch.empty(section.elements, dtype=coder.dtype)
-    for start, frame in zip(range(0, section.elements, CHUNK), section.frames, strict=True):
-        count = min(CHUNK, section.elements - start)
-        values[start : start + count] = coder.decode(decompress(frame, coder.raw_bytes(count), of=section.name), count)
+    values = empty(section.elements, CODECS[section.codec].dtype)
+    visit_section(section, None, out=values, threads=threads)
     return values
+
+
+def visit_section(section: Section, each: Each | None, *, out: torch.Tensor | None = None, threads: int = 1) -> None:
+    """Decode a section that this process encoded, piece by piece, into ``out`` or into memory that is used again. ``each`` as in :func:`encode_section`."""
+    _visit(section.codec, section.elements, section.frames.__getitem__, each, of=section.name, out=out, threads=threads)
+
+
+def _visit(
+    codec: str,
+    elements: int,
+    frame: Callable[[int], bytes],
+    each: Each | None,
+    *,
+    of: str,
+    out: torch.Tensor | None = None,
+    threads: int = 1,
+) -> None:
+    """Decode chunks; ``frame`` gives the frame of a chunk by its number."""
+    coder = CODECS[codec]
+
+    def decode_chunk(index: int) -> None:
+        start = index * CHUNK
+        count = min(CHUNK, elements - start)
+        raw = decompress(frame(index), coder.raw_bytes(count), of=of)
+        for first, piece_P in coder.pieces(raw, count, None if out is None else out[start : start + count]):
+            if each is not None:
+                each(start + first, piece_P)
+
+    in_order(decode_chunk, range(-(-elements // CHUNK)), threads=threads)
 
 
 def encode_shard(sections: Sequence[Section], *, kind: Kind, run_id: str, of: str, fragment: int) -> bytes:
@@ -173,7 +214,7 @@ class ShardReader:
             raise FormatError(
                 "shard does not hold the expected sections", of=of, found=[s.name for s in header.sections], expected=list(expected)
             )
-        self._places: dict[str, tuple[SectionHeader, int]] = {}
+        self._places: dict[str, tuple[SectionHeader, list[int]]] = {}
         position = FIXED.size + struct.unpack_from("<I", data, 8)[0]
         for section in header.sections:
             elements, codecs = expected[section.name]
@@ -191,11 +232,12 @@ class ShardReader:
                 )
             if len(section.chunks) != -(-elements // CHUNK):
                 raise FormatError("section has a wrong number of chunks", of=of, section=section.name, chunks=len(section.chunks))
-            self._places[section.name] = (section, position)
-            stored = sum(size for size, _ in section.chunks)
+            *positions, end = accumulate((size for size, _ in section.chunks), initial=position)
+            self._places[section.name] = (section, positions)
+            stored = end - position
             if stored > section_bytes_max(CODECS[section.codec], elements):
                 raise LimitExceeded("section is larger than its content can need", of=of, section=section.name, size=stored)
-            position += stored
+            position = end
         if position != len(data):
             raise IntegrityError("stored sizes do not add up to the object", of=of, size=len(data), stated=position)
 
@@ -203,24 +245,40 @@ class ShardReader:
         return self._places[section][0].codec
 
     def chunks(self, section: str) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (start, decoded values) per chunk, in order."""
-        header, position = self._places[section]
-        codec, start = CODECS[header.codec], 0
-        for size, crc in header.chunks:
-            frame = self._data[position : position + size]
+        """Yield (start, decoded values) per chunk, in order, each a new tensor."""
+        header = self._places[section][0]
+        codec = CODECS[header.codec]
+        for index in range(len(header.chunks)):
+            start = index * CHUNK
             count = min(CHUNK, header.elements - start)
-            if google_crc32c.value(bytes(frame)) != crc:
-                raise IntegrityError("chunk does not have the stated checksum", of=self._header.of, section=section, start=start)
-            yield start, codec.decode(decompress(frame, codec.raw_bytes(count), of=self._header.of), count)
-            position, start = position + size, start + count
+            yield start, codec.decode(decompress(self._frame(section, index), codec.raw_bytes(count), of=self._header.of), count)
 
-    def read(self, section: str) -> torch.Tensor:
+    def visit(self, section: str, each: Each | None, *, out: torch.Tensor | None = None, threads: int = 1) -> None:
+        """Decode a section piece by piece, into ``out`` or into memory that is used again, so that a reader needs no array for it::
+
+            shard.visit("params", lambda start, update_P: theta_F[start : start + len(update_P)].sub_(update_P))
+
+        A piece was checked, what comes after it was not: whoever keeps something of it must be able to give that up when this raises. With more
+        ``threads``, ``each`` is called by several at once, for pieces of different chunks.
+        """
+        header = self._places[section][0]
+        _visit(header.codec, header.elements, lambda index: self._frame(section, index), each, of=self._header.of, out=out, threads=threads)
+
+    def read(self, section: str, *, threads: int = 1) -> torch.Tensor:
         """All values of a section as one new tensor."""
-        header, _ = self._places[section]
-        values = torch.empty(header.elements, dtype=CODECS[header.codec].dtype)
-        for start, chunk in self.chunks(section):
-            values[start : start + chunk.numel()] = chunk
+        header = self._places[section][0]
+        values = empty(header.elements, CODECS[header.codec].dtype)
+        self.visit(section, None, out=values, threads=threads)
         return values
+
+    def _frame(self, section: str, index: int) -> bytes:
+        """The stored bytes of a chunk, checked against their checksum."""
+        header, positions = self._places[section]
+        size, crc = header.chunks[index]
+        frame = bytes(self._data[positions[index] : positions[index] + size])
+        if google_crc32c.value(frame) != crc:
+            raise IntegrityError("chunk does not have the stated checksum", of=self._header.of, section=section, start=index * CHUNK)
+        return frame
 
 
 def _parse_header(data: memoryview, of: str, limit: int) -> Header:

@@ -11,7 +11,7 @@ LEVEL = 1
 _ZSTD = Zstd(level=LEVEL, checksum=True)
 
 
-def compress(raw: bytes) -> bytes:
+def compress(raw: bytes | bytearray | memoryview) -> bytes:
     """One frame that states its content size and carries a checksum."""
     return bytes(_ZSTD.encode(raw))
 

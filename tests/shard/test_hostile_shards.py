@@ -22,7 +22,7 @@ from ps_diloco.zstd import compress
 
 RUN_ID = "0123456789abcdef" * 2
 OF = "t000000/u/000000/00000000000000000007"
-PARAMS = CODECS["int4"].encode(torch.linspace(-1.0, 1.0, 301))
+PARAMS = bytes(CODECS["int4"].encode(torch.linspace(-1.0, 1.0, 301)))
 INTS = struct.pack("<3q", 1, 2, 3)
 EXPECTED: Expected = {"params": (301, FLOAT_CODECS), "floats": (0, EXACT), "ints": (3, INTEGER)}
 PEAK_BYTES_MAX = 8 << 20
