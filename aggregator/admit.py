@@ -1,6 +1,6 @@
 """Every check of an untrusted contribution (format §8.1).
 
-:func:`admit` looks at the record alone and is pure; :func:`load` reads the shard and checks its bytes. Both answer with the value or with a
+:func:`admit` looks at the record alone and is pure; :func:`fetch_shard` and :func:`read_shard` check the bytes. Each answers with the value or with a
 :class:`Refusal`, never with both and never with an exception for something that a unit sent.
 """
 
@@ -13,9 +13,10 @@ import torch
 
 from ps_diloco import keys
 from ps_diloco.checkpoint import update_sections
+from ps_diloco.codecs import Each
 from ps_diloco.errors import FormatError, NonFinite
 from ps_diloco.inbox import Incoming
-from ps_diloco.merge import Candidate, check_sum_squares, lag_of, sum_squares
+from ps_diloco.merge import Candidate, SumSquares, check_sum_squares, lag_of
 from ps_diloco.records import Contribution, Manifest, Reason, Run
 from ps_diloco.run import OpenRun
 from ps_diloco.shard import FLOAT_CODECS, ShardReader, shard_bytes_max
@@ -78,25 +79,40 @@ def admit(incoming: Incoming, head: Manifest, run: Run) -> Admitted | Refusal:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Loaded:
-    """Decoded and verified values: pseudo-gradient [F] float32, buffers [B] float32 and [I] int64."""
+class Buffers:
+    """What a contribution holds beside its pseudo-gradient: buffers [B] float32 and [I] int64."""
 
-    delta_F: torch.Tensor
     floats_B: torch.Tensor
     ints_I: torch.Tensor
 
 
-def load(run: OpenRun, record: Contribution) -> Loaded | Refusal:
-    """Read and decode a contribution's shard, whole. Does I/O; the store's errors pass through (:class:`NotFound` among them)."""
-    expected = update_sections(run.layout.fragments[record.fragment])
+def fetch_shard(run: OpenRun, record: Contribution) -> bytes | Refusal:
+    """The bytes of a contribution's shard, size and hash checked. Does I/O; the store's errors pass through (:class:`NotFound` among them)."""
     try:
-        data = fetch(run.store, record.shards[0].ref, max_bytes=shard_bytes_max(expected))
+        return fetch(run.store, record.shards[0].ref, max_bytes=shard_bytes_max(update_sections(run.layout.fragments[record.fragment])))
+    except FormatError as error:
+        return Refusal(reason="corrupt", detail=str(error)[:1900])
+
+
+def read_shard(run: OpenRun, record: Contribution, data: bytes, each: Each, *, threads: int = 1) -> Buffers | Refusal:
+    """Decode a contribution: its pseudo-gradient goes to ``each`` piece by piece, its buffers come back. CPU only.
+
+    Whether the whole was in order is known at the end: with a :class:`Refusal` everything that ``each`` got must be given up.
+    """
+    expected, entries = update_sections(run.layout.fragments[record.fragment]), run.layout.of(record.fragment)
+    sums = SumSquares(entries)
+
+    def count(start: int, delta_P: torch.Tensor) -> None:
+        sums.add(start, delta_P)
+        each(start, delta_P)
+
+    try:
         shard = ShardReader(data, kind="contribution", run_id=run.run_id, of=str(record.id), fragment=record.fragment, expected=expected)
-        loaded = Loaded(delta_F=shard.read("params"), floats_B=shard.read("floats"), ints_I=shard.read("ints"))
-        entries = run.layout.of(record.fragment)
-        check_sum_squares(sum_squares(loaded.delta_F, entries), record.sum_squares, entries)
+        buffers = Buffers(floats_B=shard.read("floats"), ints_I=shard.read("ints"))
+        shard.visit("params", count, threads=threads)
+        check_sum_squares(sums.totals(), record.sum_squares, entries)
     except NonFinite as error:
         return Refusal(reason="non-finite", detail=str(error)[:1900])
     except FormatError as error:
         return Refusal(reason="corrupt", detail=str(error)[:1900])
-    return loaded
+    return buffers

@@ -9,27 +9,33 @@ from __future__ import annotations
 import logging
 import math
 import threading
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+from typing import TypeVar
 
-import torch
-
-from aggregator.admit import Admitted, Loaded, Refusal, load
+from aggregator.admit import Admitted, Buffers, Refusal, fetch_shard, read_shard
 from aggregator.next_manifest import Draft, Refusing, Stepped, rounds_after
 from aggregator.policy import Window
 from aggregator.remerge import History, step_again
+from ps_diloco.arrays import copy_of
 from ps_diloco.checkpoint import Place, read_fragment, read_state, write_anchor, write_delta, write_state
-from ps_diloco.codecs import check_finite
 from ps_diloco.config import RunSettings
 from ps_diloco.errors import Denied, NonFinite, NotFound, StoreError
 from ps_diloco.fragment import FragmentValue
 from ps_diloco.ids import ContributionId
-from ps_diloco.merge import MASSES_KEPT, WEIGHTS_KEPT, FragmentMerge, Weighing, awaited_units, sum_squares, weigh
-from ps_diloco.outer import OuterState, outer_step
+from ps_diloco.merge import MASSES_KEPT, WEIGHTS_KEPT, FragmentMerge, Weighing, awaited_units, weigh
+from ps_diloco.outer import OuterState, publish_outer_step
 from ps_diloco.records import Closed, Contribution, Delta, FragmentEntry, Manifest, Stored
 from ps_diloco.run import OpenRun
-from ps_diloco.shard import Section, encode_section
 
 log = logging.getLogger(__name__)
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 TRIES_MAX = 3
 TRY_EVERY_S = 5.0
@@ -39,6 +45,19 @@ LAST: frozenset[Closed] = frozenset({"once", "drain"})
 
 class Stopped(Exception):
     """The pass was given up because the process is to end; nothing was committed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Effort:
+    """What one process puts into merging. The results do not depend on it."""
+
+    threads: int = 1
+    """For decoding, encoding and hashing, beside the one that waits for them."""
+    fetch_ahead: int = 0
+    """Shards that are fetched while another one is merged; each is in memory, encoded."""
+
+
+MODEST = Effort()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +84,9 @@ def same_value(one: FragmentEntry, other: FragmentEntry) -> bool:
 class Stepper:
     """Steps fragments. One thread. All that it remembers can be read back from the bucket."""
 
-    def __init__(self, run: OpenRun, stop: threading.Event) -> None:
+    def __init__(self, run: OpenRun, effort: Effort, stop: threading.Event) -> None:
         self._run = run
+        self._effort = effort
         self._stop = stop
         self._settings: dict[int, RunSettings] = {}
         self._held: dict[int, Held] = {}
@@ -139,28 +159,45 @@ class Stepper:
         """Stream the members one at a time, in merge order. None if one of them had to be left out; it then is no member any more."""
         merging = FragmentMerge(self._run.layout.fragments[fragment])
         by_id = {a.candidate.id: a for a in members}
-        for candidate, coefficient, share in zip(weighing.candidates, weighing.coefficients, weighing.shares, strict=True):
-            if self._stop.is_set():
-                raise Stopped
-            admitted = by_id[candidate.id]
-            try:
-                answer: Loaded | Refusal | None = load(self._run, admitted.record)
-            except (NotFound, Denied) as error:  # some stores deny what is absent, and what stays denied must not block its unit for ever
-                answer = self._absent(head, candidate.id, draft, error)
-            except StoreError as error:
-                log.warning("contribution %s cannot be read now and waits: %s", candidate.id, error)
-                answer = None
-            if isinstance(answer, Loaded):
-                merging.add_buffers(share, answer.floats_B, answer.ints_I)
-                merging.add_params(coefficient, answer.delta_F)
-                continue
-            if answer is not None:
-                refuse(draft, candidate.id, answer, admitted.record)
-                members.remove(admitted)
-            else:  # it stays undecided, and so do the unit's later ones of this fragment (I5)
-                members[:] = [a for a in members if a.record.unit != candidate.id.unit or a.candidate.id.seq < candidate.id.seq]
-            return None
+        ordered = [by_id[candidate.id] for candidate in weighing.candidates]
+        with closing(_ahead(lambda a: fetch_shard(self._run, a.record), ordered, self._effort.fetch_ahead)) as shards:
+            for admitted, coefficient, share, fetched in zip(ordered, weighing.coefficients, weighing.shares, shards, strict=True):
+                if self._stop.is_set():
+                    raise Stopped
+                answer = self._add(head, admitted, fetched, merging, coefficient, draft)
+                if isinstance(answer, Buffers):
+                    merging.add_buffers(share, answer.floats_B, answer.ints_I)
+                    continue
+                contribution = admitted.candidate.id
+                if answer is not None:
+                    refuse(draft, contribution, answer, admitted.record)
+                    members.remove(admitted)
+                else:  # it stays undecided, and so do the unit's later ones of this fragment (I5)
+                    members[:] = [a for a in members if a.record.unit != contribution.unit or a.candidate.id.seq < contribution.seq]
+                return None
         return merging
+
+    def _add(
+        self,
+        head: Manifest,
+        admitted: Admitted,
+        fetched: Callable[[], bytes | Refusal],
+        merging: FragmentMerge,
+        coefficient: float,
+        draft: Draft,
+    ) -> Buffers | Refusal | None:
+        """Add a contribution's pseudo-gradient; None if it cannot be read now. Unless buffers come back, ``merging`` is worth nothing any more."""
+        contribution = admitted.candidate.id
+        try:
+            data = fetched()
+        except (NotFound, Denied) as error:  # some stores deny what is absent, and what stays denied must not block its unit for ever
+            return self._absent(head, contribution, draft, error)
+        except StoreError as error:
+            log.warning("contribution %s cannot be read now and waits: %s", contribution, error)
+            return None
+        if isinstance(data, Refusal):
+            return data
+        return read_shard(self._run, admitted.record, data, merging.adding(coefficient), threads=self._effort.threads)
 
     def _absent(self, head: Manifest, contribution: ContributionId, draft: Draft, error: StoreError) -> Refusal | None:
         """An object that a record names is not there: tried again a few times, counted in the manifest, then refused."""
@@ -185,26 +222,26 @@ class Stepper:
         before = held.entry
         version = before.fragment_version + 1
         value = held.value.clone()
-        state = OuterState(momentum=held.state.momentum.clone(), error=held.state.error.clone())
-        update: list[Section] = []
-
-        def quantise(x_F: torch.Tensor) -> torch.Tensor:
-            update_F = torch.empty_like(x_F)
-            update.append(encode_section("params", settings.pull.codec, x_F, decoded=update_F))
-            return update_F
-
-        update_F = outer_step(value.params, state, merging.gradient, settings.outer, quantise)
-        check_finite(value.params)
+        state = OuterState(momentum=copy_of(held.state.momentum), error=copy_of(held.state.error))
+        published = publish_outer_step(
+            value.params,
+            state,
+            merging.gradient,
+            settings.outer,
+            settings.pull.codec,
+            self._run.layout.of(fragment),
+            threads=self._effort.threads,
+        )
         merging.merge_buffers_into(value, weighing.mass)
         where = Place(timeline=timeline, fragment=fragment, fragment_version=version)
-        delta = write_delta(self._run, where, params=update[0], floats_B=value.floats, ints_I=value.ints)
+        delta = write_delta(self._run, where, params=published.section, floats_B=value.floats, ints_I=value.ints)
         due = closed in LAST or version - saved_version(before) >= settings.pull.state_every
         saved = write_state(self._run, where, state) if due else before.state
         anchor, deltas = before.anchor, before.deltas
         if version - anchor.fragment_version >= settings.pull.anchor_every:
             deltas = tuple(d for d in deltas if d.fragment_version > anchor.fragment_version)
             anchor = write_anchor(self._run, where, value)
-        digest = value.sha256()
+        digest = value.sha256(threads=self._effort.threads)
         after = FragmentEntry(
             fragment_version=version,
             sha256=digest,
@@ -225,8 +262,8 @@ class Stepper:
             closed=closed,
             weighing=weighing,
             members=tuple(members),
-            gradient_norm=self._norm(merging.gradient, fragment),
-            update_norm=self._norm(update_F, fragment),
+            gradient_norm=math.sqrt(math.fsum(published.gradient_squares)),
+            update_norm=math.sqrt(math.fsum(published.update_squares)),
         )
 
     def _hold(self, head: Stored[Manifest], fragment: int) -> Held:
@@ -247,7 +284,7 @@ class Stepper:
         at = saved_version(entry)
         if held is not None and held.entry.fragment_version >= at:
             at = held.entry.fragment_version
-            state = OuterState(momentum=held.state.momentum.clone(), error=held.state.error.clone())
+            state = OuterState(momentum=copy_of(held.state.momentum), error=copy_of(held.state.error))
         else:
             state = read_state(self._run, fragment, entry.state)
         if at < entry.fragment_version:
@@ -255,12 +292,9 @@ class Stepper:
             for taken in self._history.since_state(head, fragment, at):
                 if self._stop.is_set():
                     raise Stopped
-                step_again(self._run, taken, state, self.settings(taken.config))
+                step_again(self._run, taken, state, self.settings(taken.config), threads=self._effort.threads)
         known = None if held is None else (held.entry.fragment_version, held.value)
         return Held(entry=entry, value=read_fragment(self._run, entry, fragment, held=known), state=state)
-
-    def _norm(self, values_F: torch.Tensor, fragment: int) -> float:
-        return math.sqrt(math.fsum(sum_squares(values_F, self._run.layout.of(fragment))))
 
 
 def saved_version(entry: FragmentEntry) -> int:
@@ -275,3 +309,20 @@ def refuse(draft: Draft, contribution: ContributionId, refusal: Refusal, record:
 
 def _chain(entry: FragmentEntry) -> set[tuple[int, str]]:
     return {(delta.fragment_version, delta.sha256) for delta in entry.deltas} | {(entry.fragment_version, entry.sha256)}
+
+
+def _ahead(function: Callable[[Item], Result], items: Sequence[Item], count: int) -> Generator[Callable[[], Result], None, None]:
+    """One callable for each item that gives ``function(item)``, or raises what it raised; ``count`` more are begun by then. With 0 all is done when called."""
+    if count == 0:
+        yield from (partial(function, item) for item in items)
+        return
+    pool = ThreadPoolExecutor(count, "ps-diloco-fetch")
+    try:
+        begun: deque[Future[Result]] = deque()
+        following = iter(items)
+        begun.extend(pool.submit(function, item) for item in islice(following, count))
+        for _ in items:
+            begun.extend(pool.submit(function, item) for item in islice(following, 1))
+            yield begun.popleft().result
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)

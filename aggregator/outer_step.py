@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from aggregator.admit import Admitted, Refusal, admit
-from aggregator.fragment_step import Stepper, refuse
+from aggregator.fragment_step import MODEST, Effort, Stepper, refuse
 from aggregator.next_manifest import Draft, next_manifest
 from aggregator.policy import WHOLE, Force, Part, Plan, in_line, leave_to_others, plan_windows
 from ps_diloco import keys
@@ -62,12 +62,19 @@ class _Memory:
 class Aggregator:
     """Takes outer steps. One thread; any number of processes may run it on one run, each with a ``part`` of the fragments that it steps first."""
 
-    def __init__(self, run: OpenRun, *, part: Part = WHOLE, stop: threading.Event | None = None) -> None:
+    def __init__(
+        self,
+        run: OpenRun,
+        *,
+        part: Part = WHOLE,
+        effort: Effort = MODEST,
+        stop: threading.Event | None = None,
+    ) -> None:
         self._run = run
         self._part = part
         self._inbox = Inbox(run)
         self._memory = _Memory()
-        self._stepper = Stepper(run, stop or threading.Event())
+        self._stepper = Stepper(run, effort, stop or threading.Event())
 
     def take_pass(self, *, force: Force | None = None) -> Outcome:
         """Do all that can be done now, in one commit. Does I/O.

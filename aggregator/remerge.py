@@ -11,14 +11,15 @@ from dataclasses import dataclass
 
 import torch
 
-from aggregator.admit import Refusal, load
+from aggregator.admit import Refusal, fetch_shard, read_shard
 from ps_diloco import keys
+from ps_diloco.arrays import empty
 from ps_diloco.checkpoint import read_update
 from ps_diloco.config import RunSettings
 from ps_diloco.errors import FormatError, IntegrityError, NotFound
 from ps_diloco.ids import ContributionId
 from ps_diloco.merge import FragmentMerge
-from ps_diloco.outer import OuterState, outer_step
+from ps_diloco.outer import OuterState, outer_update
 from ps_diloco.records import RECORD_BYTES_MAX, Contribution, Delta, Manifest, Merged, Step, Stored, decode, sha256_of
 from ps_diloco.run import OpenRun
 from ps_diloco.shard import encode_section
@@ -78,7 +79,7 @@ class History:
         return found
 
 
-def step_again(run: OpenRun, taken: Taken, state: OuterState, settings: RunSettings) -> None:
+def step_again(run: OpenRun, taken: Taken, state: OuterState, settings: RunSettings, *, threads: int = 1) -> None:
     """Carry ``state`` over one step, in place. Does I/O: two GET per contribution and one for the update.
 
     The error that is kept is that of the update which was *published*, so nothing is lost even where this machine rounds otherwise than the one that
@@ -87,14 +88,14 @@ def step_again(run: OpenRun, taken: Taken, state: OuterState, settings: RunSetti
     fragment = taken.step.fragment
     merging = FragmentMerge(run.layout.fragments[fragment])
     for merged in taken.step.merged:
-        merging.add_params(merged.coefficient, _contribution(run, merged))
+        _add(run, merged, merging, threads)
     published_F = read_update(run, fragment, taken.delta)
     exactly = True
 
     def quantise(x_F: torch.Tensor) -> torch.Tensor:
         nonlocal exactly
-        again_F = torch.empty_like(x_F)
-        encode_section("params", settings.pull.codec, x_F, decoded=again_F)
+        again_F = empty(x_F.numel())
+        encode_section("params", settings.pull.codec, x_F, decoded=again_F, threads=threads)
         exactly = torch.equal(again_F, published_F)
         if not exactly:
             difference = torch.linalg.vector_norm(again_F.sub_(published_F), dtype=torch.float64)
@@ -104,26 +105,28 @@ def step_again(run: OpenRun, taken: Taken, state: OuterState, settings: RunSetti
                 )
         return published_F
 
-    outer_step(torch.zeros_like(published_F), state, merging.gradient, settings.outer, quantise)
+    outer_update(state, merging.gradient, settings.outer, quantise)
     if not exactly:
         log.warning("step %d of fragment %d has other low bits on this machine; the published ones are kept", taken.step.to, fragment)
 
 
-def _contribution(run: OpenRun, merged: Merged) -> torch.Tensor:
-    """The values of a contribution that a manifest says was merged."""
+def _add(run: OpenRun, merged: Merged, merging: FragmentMerge, threads: int) -> None:
+    """Add a contribution that a manifest says was merged, with the coefficient that it says."""
     key = keys.record(ContributionId.parse(merged.contribution))
     remedy = "outer state can be rebuilt only while the contributions since its last save are kept"
     try:
         body = run.store.get(key, max_bytes=RECORD_BYTES_MAX)
         if sha256_of(body) != merged.record:
             raise IntegrityError("a record is not the one that was merged", key=key)
-        loaded = load(run, decode(Contribution, body, key=key, run_id=run.run_id))
+        record = decode(Contribution, body, key=key, run_id=run.run_id)
+        answer = fetch_shard(run, record)
     except NotFound as error:
         raise FormatError(
             "a merged contribution is gone that the outer state needs", contribution=merged.contribution, cause=error, remedy=remedy
         ) from None
-    if isinstance(loaded, Refusal):
-        raise FormatError(
-            "a merged contribution cannot be read any more", contribution=merged.contribution, cause=loaded.detail, remedy=remedy
-        )
-    return loaded.delta_F
+    if not isinstance(answer, Refusal):
+        read = read_shard(run, record, answer, merging.adding(merged.coefficient), threads=threads)
+        if not isinstance(read, Refusal):
+            return
+        answer = read
+    raise FormatError("a merged contribution cannot be read any more", contribution=merged.contribution, cause=answer.detail, remedy=remedy)

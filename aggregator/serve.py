@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Callable
 
-from aggregator.fragment_step import Stopped
+from aggregator.fragment_step import MODEST, Effort, Stopped
 from aggregator.outer_step import Aggregator, Outcome
 from aggregator.policy import WHOLE, Part
 from ps_diloco.env import Backoff
@@ -19,9 +19,9 @@ SAVE_S_MAX = 15.0
 """For outer state that is saved when the process is told to end: half of the shortest notice that a cloud gives."""
 
 
-def aggregate_once(run: OpenRun, *, part: Part = WHOLE) -> Outcome:
+def aggregate_once(run: OpenRun, *, part: Part = WHOLE, effort: Effort = MODEST) -> Outcome:
     """Merge whatever is published now, however little, and return. Raises the store's errors."""
-    return Aggregator(run, part=part).take_pass(force="once")
+    return Aggregator(run, part=part, effort=effort).take_pass(force="once")
 
 
 def serve(
@@ -29,6 +29,7 @@ def serve(
     *,
     stop: threading.Event,
     part: Part = WHOLE,
+    effort: Effort = MODEST,
     poll_s: float = 0.5,
     on_outcome: Callable[[Outcome], None] = lambda outcome: None,
 ) -> Outcome | None:
@@ -38,7 +39,7 @@ def serve(
     ``stop`` may be set by a signal handler or another thread: a pass that has not committed yet is given up, which leaves nothing half done; outer state that
     no version names yet is saved.
     """
-    aggregator = Aggregator(run, part=part, stop=stop)
+    aggregator = Aggregator(run, part=part, effort=effort, stop=stop)
     backoff = Backoff(env=run.env, first_s=0.5, max_s=10.0)
     outcome: Outcome | None = None
     while not stop.is_set():

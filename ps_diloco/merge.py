@@ -5,7 +5,7 @@
     weighing = weigh(candidates, fragment_version=7, rounds=entry.rounds, weights=entry.weights, settings=settings)
     merging = FragmentMerge(size)
     for ... in zip(weighing.candidates, weighing.coefficients, weighing.shares):      # in merge order
-        merging.add_params(coefficient, delta_F)
+        shard.visit("params", merging.adding(coefficient))
         merging.add_buffers(share, floats_B, ints_I)
     gradient_F = merging.gradient                                                     # descends
 """
@@ -16,7 +16,7 @@ import math
 import statistics
 import struct
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -156,6 +156,10 @@ class FragmentMerge:
     def add_params(self, coefficient: float, delta_F: torch.Tensor, start: int = 0) -> None:
         """``gradient[start:start+n] += coefficient * delta``, multiply and add rounded apart. Overwrites ``delta_F``. Threads may add disjoint parts."""
         self.gradient[start : start + delta_F.numel()].add_(delta_F.mul_(coefficient))
+
+    def adding(self, coefficient: float) -> Callable[[int, torch.Tensor], None]:
+        """:meth:`add_params` for a shard's pieces as they come."""
+        return lambda start, delta_P: self.add_params(coefficient, delta_P, start)
 
     def add_buffers(self, share: float, floats_B: torch.Tensor, ints_I: torch.Tensor) -> None:
         """Add one contribution's buffers: weighted mean of floats, maximum of integers."""

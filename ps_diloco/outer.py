@@ -43,6 +43,18 @@ class Published:
     update_squares: tuple[float, ...]
 
 
+def outer_update(
+    state: OuterState, gradient_F: torch.Tensor, settings: OuterSettings, quantise: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """Carry ``state`` over one step, in place, and return the update u [F]. ``quantise`` maps x to u as a new tensor."""
+    state.momentum.mul_(settings.momentum).add_(gradient_F)
+    x_F = state.momentum.mul(settings.momentum)
+    x_F.add_(gradient_F).mul_(settings.lr).add_(state.error)
+    update_F = quantise(x_F)
+    torch.sub(x_F, update_F, out=state.error)
+    return update_F
+
+
 def outer_step(
     params_F: torch.Tensor,
     state: OuterState,
@@ -50,15 +62,8 @@ def outer_step(
     settings: OuterSettings,
     quantise: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
-    """Take one outer step in place and return the published update u [F].
-
-    ``quantise`` maps x to u = decode(encode(x)) as a new tensor. Changes ``params_F`` and ``state``; leaves ``gradient_F``.
-    """
-    state.momentum.mul_(settings.momentum).add_(gradient_F)
-    x_F = state.momentum.mul(settings.momentum)
-    x_F.add_(gradient_F).mul_(settings.lr).add_(state.error)
-    update_F = quantise(x_F)
-    torch.sub(x_F, update_F, out=state.error)
+    """Take one outer step in place and return the published update u [F]. Changes ``params_F`` and ``state``; leaves ``gradient_F``."""
+    update_F = outer_update(state, gradient_F, settings, quantise)
     params_F.sub_(update_F)
     return update_F
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -14,6 +15,9 @@ from ps_diloco.store import CountingStore
 if TYPE_CHECKING:
     from ps_diloco.records import Manifest
 
+FETCH_AHEAD = 3
+"""Of a cloud's bucket one connection gives less than a core decodes."""
+
 
 def aggregate(
     context: typer.Context,
@@ -21,6 +25,7 @@ def aggregate(
     once: Annotated[bool, typer.Option("--once", help="Merge whatever is published now, commit, and exit.")] = False,
     poll: Annotated[float, typer.Option(min=0.02, help="Seconds between two looks for new contributions.")] = 0.5,
     part: Annotated[str, typer.Option(metavar="I/N", help="Of N processes this is number I: it steps every N-th fragment first.")] = "1/1",
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads for the arithmetic; default: one per core.")] = None,
     patience: Annotated[float, typer.Option(min=0.0, help="Seconds after which it steps what another process should have.")] = 10.0,
 ) -> None:
     """Merge what units publish and commit new versions, until the run ends.
@@ -28,11 +33,16 @@ def aggregate(
     It keeps nothing of its own: stop it, kill it, start it elsewhere, run two of them; each contribution is merged once. SIGTERM ends it within seconds.
     Where merging is more work than one process can do, start N of them, --part 1/N to --part N/N; if one dies, the others take over its fragments.
     """
+    import torch
+
+    from aggregator.fragment_step import Effort
     from aggregator.outer_step import Outcome
     from aggregator.policy import Part
     from aggregator.serve import aggregate_once, serve
 
     share = Part.parse(part, patience_s=patience)
+    effort = Effort(threads=threads or os.cpu_count() or 1, fetch_ahead=FETCH_AHEAD)
+    torch.set_num_threads(1)  # threads take chunks, and each chunk is worked on by one
     store = CountingStore(of(context).store(run))
     opened = open_run(store, Env.system())
     out = console()
@@ -42,13 +52,13 @@ def aggregate(
             out.print(describe(outcome.head.record))
 
     if once:
-        outcome = aggregate_once(opened, part=share)
+        outcome = aggregate_once(opened, part=share, effort=effort)
         show(outcome)
         if outcome.kind == "idle":
             out.print(f"nothing to merge; head is version {outcome.head.record.version}")
         return
     with stop_on_signal() as stop:
-        last = serve(opened, stop=stop, part=share, poll_s=poll, on_outcome=show)
+        last = serve(opened, stop=stop, part=share, effort=effort, poll_s=poll, on_outcome=show)
     if last is not None and last.kind == "final":
         out.print(f"the run has ended at version {last.head.record.version} with {count_text(last.head.record.tokens)} tokens")
     else:
