@@ -51,7 +51,7 @@ def test_memory_is_shared_by_name() -> None:
     ("url", "message"),
     [
         ("", "not the URL of a store"),
-        ("gs://bucket/x", "not the URL of a store: url='gs://bucket/x'; use s3://bucket/prefix, file:///path"),
+        ("gopher://bucket/x", "not the URL of a store: url='gopher://bucket/x'; use s3://bucket/prefix, gs://bucket/prefix, file:///path"),
         ("https://bucket.s3.amazonaws.com/x", "use s3://bucket/prefix"),
         ("s3:/bucket/x", "./s3:/bucket/x if it is a path"),
         ("s3://", "names no bucket"),
