@@ -27,8 +27,12 @@ from ps_diloco.store.names import check_directory, check_key, check_limit, check
 from ps_diloco.store.tree import walk
 
 SCHEME = "fsspec+"
+_AZURE = "Azure checks If-None-Match as it stores a blob or commits its blocks, and adlfs sends it"
 EXCLUSIVE = {
     "memory": "its objects are those of one process, where this module lets one create at a time through",
+    "abfs": _AZURE,
+    "abfss": _AZURE,
+    "az": _AZURE,
 }
 """protocol -> why of concurrent creates exactly one succeeds, and readers see the whole object or nothing."""
 OWN_ADAPTERS = {

@@ -307,11 +307,14 @@ def _client(settings: GcsSettings) -> Any:
     from google.cloud import storage
 
     anonymous = settings.anonymous or (settings.endpoint_url is None and os.environ.get(EMULATOR))
-    return storage.Client(
+    client = storage.Client(
         project=settings.project,  # None is taken as it is; the SDK's default would look for one, on the metadata server too
         credentials=AnonymousCredentials() if anonymous else None,  # type: ignore[no-untyped-call]
         client_options={"api_endpoint": settings.endpoint_url} if settings.endpoint_url is not None else None,
     )
+    # For traces, also when nobody traces, 3.17 asks for the bucket's metadata in a thread of its own: that needs storage.buckets.get.
+    client._bucket_metadata_cache = None
+    return client
 
 
 def _bounds(settings: GcsSettings) -> dict[str, Any]:
