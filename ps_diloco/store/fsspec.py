@@ -19,7 +19,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
-from urllib.parse import urlsplit
 
 from ps_diloco.errors import AlreadyExists, Denied, NotFound, PsDilocoError, StoreError, Unavailable, UnsupportedStore, UrlError
 from ps_diloco.store.base import Buffer, Capabilities, ObjectInfo
@@ -71,10 +70,9 @@ class FsspecStore:
         protocol = inner.partition("://")[0].lower()
         if protocol in OWN_ADAPTERS:
             raise UrlError("this store has an adapter of its own", url=repr(url), remedy=f"write {OWN_ADAPTERS[protocol]}")
-        with suppress(ValueError):
-            if urlsplit(inner).password is not None:
-                remedy = f"put it into fsspec's configuration or into FSSPEC_{protocol.upper()}_PASSWORD"
-                raise UrlError("a URL holds no password", protocol=protocol, remedy=remedy)
+        if ":" in inner.partition("://")[2].partition("/")[0].rpartition("@")[0]:
+            remedy = f"put it into fsspec's configuration or into FSSPEC_{protocol.upper()}_PASSWORD"
+            raise UrlError("a URL holds no password", protocol=protocol, remedy=remedy)
         try:
             kind = get_filesystem_class(protocol)
         except ImportError as error:

@@ -231,9 +231,11 @@ class GcsStore:
                 page = next(listing.pages)
                 page.prefixes = listing.prefixes
             yield page
-            token = listing.next_page_token
-            if not token:
+            if not listing.next_page_token:
                 return
+            if listing.next_page_token == token:  # fake-gcs-server 1.54, if a page has generations of one name only
+                raise StoreError("the server's listing does not go on", key=prefix, url=self.url)
+            token = listing.next_page_token
 
     def _bounds(self) -> dict[str, Any]:
         """Timeouts and tries of one call."""

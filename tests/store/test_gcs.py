@@ -132,7 +132,12 @@ def test_no_bucket(scripted: ScriptedServer, call: str) -> None:
         (error(400, "Invalid argument."), "get", StoreError, "GCS refused the request"),
         (error(412, "At least one of the pre-conditions you specified did not hold."), "put", AlreadyExists, "key=k"),
         (error(412, "At least one of the pre-conditions you specified did not hold."), "put_large", AlreadyExists, "key=k"),
-        (error(401, "Anonymous caller does not have storage.objects.get access"), "get", Denied, "gcloud auth application-default login"),
+        (
+            error(401, "Anonymous caller does not have storage.objects.create access"),
+            "put",
+            Denied,
+            "gcloud auth application-default login",
+        ),
         (error(400, 'Provided CRC32C "AAAAAA==" doesn\'t match calculated CRC32C "x".'), "put", Unavailable, "damaged on its way"),
         (error(413), "put", StoreError, "status=413"),
         (error(501), "list", StoreError, "status=501"),
@@ -170,6 +175,19 @@ def test_every_page_has_its_tries(scripted: ScriptedServer) -> None:
     pages = [listing(f"p/{number}", nextPageToken=str(number)) for number in range(3)]
     scripted.answers = [answer for page in pages for answer in (error(503), page)] + [listing("p/3")]
     assert [info.key for info in scripted.store(attempts=2).list("p/")] == ["p/0", "p/1", "p/2", "p/3"]
+
+
+def test_generations_in_pages(scripted: ScriptedServer) -> None:
+    def page(*generations: int, **fields: Any) -> Answer:
+        common = {"name": "runs/k", "size": "1", "timeCreated": "2026-01-01T00:00:00Z"}
+        return Answer(200, json.dumps({"items": [common | {"generation": str(one)} for one in generations]} | fields).encode())
+
+    scripted.answers = [page(1, 2, nextPageToken="a"), page(3, nextPageToken="b"), page(10, 4)]
+    assert [info.version for info in scripted.store().list_versions("k")] == ["10", "4", "3", "2", "1"]
+    first, second = (path for _, path, _ in scripted.requests[:2])
+    assert "versions=true" in first
+    assert "endOffset=runs%2Fk%21" in first
+    assert "pageToken=a" in second
 
 
 def test_sdk_retry_of_an_applied_create_is_won_by_reading_back(scripted: ScriptedServer, env: Env) -> None:
