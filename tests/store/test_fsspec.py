@@ -13,9 +13,10 @@ import pytest
 from fsspec.asyn import AsyncFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
+from ps_diloco.cli.context import Context
 from ps_diloco.env import Env
 from ps_diloco.errors import AlreadyExists, Denied, NotFound, StoreError, Unavailable, UnsupportedStore, UrlError
-from ps_diloco.store import FsspecStore, claim_object, open_store, probe_store
+from ps_diloco.store import FsspecStore, S3Settings, claim_object, open_store, probe_store
 
 
 def memory() -> MemoryFileSystem:
@@ -140,6 +141,12 @@ def test_unproven_file_system_needs_a_statement(env: Env) -> None:
     trusted.put("x", b"1")
     with pytest.raises(AlreadyExists):
         trusted.put("x", b"2")
+
+
+def test_statement_on_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fsspec, "get_filesystem_class", lambda protocol: Unproven)
+    assert not Context(s3=S3Settings()).store("fsspec+unproven://x").capabilities.create_if_absent
+    assert Context(s3=S3Settings(), trust_exclusive_create=True).store("fsspec+unproven://x").capabilities.create_if_absent
 
 
 def test_probe_finds_a_wrong_statement(env: Env) -> None:
