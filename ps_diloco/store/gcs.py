@@ -128,7 +128,7 @@ class GcsStore:
                     return b""  # the range starts at or after the end
                 raise
         data = body.getvalue()
-        # The SDK checks too, but not what it had to fetch in two requests.
+        # Not left to the SDK, which does not check what it had to fetch in two requests.
         if byte_range is None and blob.crc32c is not None and blob.crc32c != _crc32c(data):
             raise Unavailable("the body does not have the object's checksum", key=key, url=self.url, size=len(data), crc32c=blob.crc32c)
         return data
