@@ -144,7 +144,7 @@ class Log:
         return (True, named) if named is not None and named.sha256 == hint.sha256 else (False, None)
 
     def write_hint(self, head: Stored[Manifest]) -> None:
-        """Overwrite ``head.json``. Callers keep below one write a second."""
+        """Overwrite ``head.json``. Callers keep below one write a second, which is all that GCS takes of one name."""
         hint = Head(
             run_id=self.run_id,
             timeline=head.record.timeline,

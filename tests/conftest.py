@@ -1,4 +1,4 @@
-"""Fixtures for every test: stores of each kind, a real S3 server among them."""
+"""Fixtures for every test: stores of each kind, real servers among them."""
 
 from __future__ import annotations
 
@@ -6,18 +6,20 @@ import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
+import fsspec
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from moto import mock_aws
 
+from ps_diloco.cli.gcs_server import LocalGcsServer
 from ps_diloco.cli.s3_server import LocalS3Server
 from ps_diloco.env import Env, SeededEntropy, SystemClock
-from ps_diloco.store import LocalStore, MemoryStore, S3Settings, S3Store, Store
+from ps_diloco.store import FsspecStore, GcsStore, LocalStore, MemoryStore, S3Settings, S3Store, Store
 from ps_diloco.store.s3 import create_bucket
 
 BUCKET = "ps-diloco-test"
-STORES = ("memory", "local", "moto", "seaweedfs")
+STORES = ("memory", "local", "moto", "seaweedfs", "fake-gcs", "fsspec-memory")
 _prefixes = itertools.count()
 
 # a busy machine is no reason to fail
@@ -38,6 +40,20 @@ def seaweed() -> Iterator[LocalS3Server]:
 def seaweed_url(seaweed: LocalS3Server) -> str:
     """An ``s3://`` URL below which nothing is yet; open it with ``s3=seaweed.settings``."""
     return f"s3://{BUCKET}/test-{next(_prefixes)}"
+
+
+@pytest.fixture(scope="session")
+def fake_gcs() -> Iterator[LocalGcsServer]:
+    """A real GCS server with the versioned bucket ``BUCKET``, likewise."""
+    with LocalGcsServer() as server:
+        server.create_bucket(BUCKET)
+        yield server
+
+
+@pytest.fixture
+def gcs_url(fake_gcs: LocalGcsServer) -> str:
+    """A ``gs://`` URL below which nothing is yet; open it with ``gcs=fake_gcs.settings``."""
+    return f"gs://{BUCKET}/test-{next(_prefixes)}"
 
 
 @pytest.fixture
@@ -61,8 +77,12 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
         opened = LocalStore(tmp_path / "store")
     elif request.param == "moto":
         opened = S3Store(BUCKET, "test", request.getfixturevalue("moto_settings"))
-    else:
+    elif request.param == "seaweedfs":
         opened = S3Store(BUCKET, f"test-{next(_prefixes)}", request.getfixturevalue("seaweed").settings)
+    elif request.param == "fake-gcs":
+        opened = GcsStore(BUCKET, f"test-{next(_prefixes)}", request.getfixturevalue("fake_gcs").settings)
+    else:
+        opened = FsspecStore(fsspec.filesystem("memory", global_store=False, skip_instance_cache=True), "/test")
     yield opened
     opened.close()
 

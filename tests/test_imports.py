@@ -107,7 +107,7 @@ def test_the_library_knows_neither_but_its_command_line_may_start_them() -> None
     [
         (("boto3", "botocore"), ("ps_diloco/store/s3.py",)),
         (("fsspec", "s3fs", "gcsfs"), ("workers/data.py", "ps_diloco/store/fsspec.py")),
-        (("google.cloud",), ("ps_diloco/store/gcs.py",)),
+        (("google.cloud", "google.auth", "google.api_core", "google.oauth2"), ("ps_diloco/store/gcs.py",)),
     ],
 )
 def test_the_sdk_of_a_store_is_known_to_its_adapter_only(packages: tuple[str, ...], allowed: tuple[str, ...]) -> None:

@@ -21,7 +21,9 @@ from ps_diloco.store import S3Settings, Store, open_store
 
 PLAIN_WIDTH = 160
 
-RunUrl = Annotated[str, typer.Argument(metavar="RUN", help="URL of the run: s3://bucket/prefix, file:///path, or a plain path.")]
+RunUrl = Annotated[
+    str, typer.Argument(metavar="RUN", help="URL of the run: s3://bucket/prefix, gs://bucket/prefix, file:///path, or a plain path.")
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,9 +31,10 @@ class Context:
     """Options that stand before the command."""
 
     s3: S3Settings
+    trust_exclusive_create: bool = False
 
     def store(self, url: str) -> Store:
-        return open_store(url, s3=self.s3)
+        return open_store(url, s3=self.s3, trust_exclusive_create=self.trust_exclusive_create)
 
     def run(self, url: str) -> OpenRun:
         return open_run(self.store(url), Env.system())

@@ -41,7 +41,10 @@ TIMEOUT_S = 900.0
 def demo(
     chaos: Annotated[bool, typer.Option("--chaos", help="Kill a unit and the aggregator with SIGKILL in the middle.")] = False,
     store: Annotated[
-        Literal["local", "s3"], typer.Option(help="Bucket: a local directory, or a real S3 server on this machine.")
+        Literal["local", "s3", "gcs"],
+        typer.Option(
+            help="Bucket: a local directory, a real S3 server on this machine, or one of the GCS protocol, which keeps all in memory."
+        ),
     ] = "local",
     directory: Annotated[Path | None, typer.Option("--dir", help="Where to keep run and logs; default: a new temporary directory.")] = None,
     tokens: Annotated[int, typer.Option(min=10_000, help="Tokens to train on, by all units together.")] = 2_400_000,
@@ -88,14 +91,17 @@ def _bucket(kind: str, where: Path, stack: ExitStack) -> tuple[str, dict[str, st
     if kind == "local":
         url = str(where / "bucket")
         return url, {}, open_store(url)
+    from ps_diloco.cli.gcs_server import LocalGcsServer
     from ps_diloco.cli.s3_server import LocalS3Server
 
-    with progress(1, "starting an S3 server"):
-        server = stack.enter_context(LocalS3Server(where / "s3"))
+    server = LocalS3Server(where / "s3") if kind == "s3" else LocalGcsServer(where / "gcs")
+    with progress(1, f"starting {'an S3' if kind == 's3' else 'a GCS'} server"):
+        stack.enter_context(server)
         server.create_bucket("demo")
-    stack.callback(shutil.rmtree, where / "s3", ignore_errors=True)
-    url = "s3://demo/run"
-    return url, server.env(), open_store(url, s3=server.settings)
+    stack.callback(shutil.rmtree, where / kind, ignore_errors=True)
+    if isinstance(server, LocalS3Server):
+        return "s3://demo/run", server.env(), open_store("s3://demo/run", s3=server.settings)
+    return "gs://demo/run", server.env(), open_store("gs://demo/run", gcs=server.settings)
 
 
 def _create(bucket: Store, env: Env, tokens: int) -> OpenRun:

@@ -41,7 +41,7 @@ def init(
         return
     if not run:
         raise typer.BadParameter("name the run, for example s3://bucket/runs/first", param_hint="RUN")
-    if run.startswith("memory:"):
+    if run.startswith(("memory:", "fsspec+memory:")):
         raise UrlError("a memory store lives in one process and is gone with it", url=run, remedy="use a directory or a bucket")
     values = read_toml(config) if config else {}
     for assignment in set_ or []:

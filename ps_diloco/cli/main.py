@@ -20,8 +20,9 @@ from ps_diloco.store import S3Settings
 app = typer.Typer(
     name="ps-diloco",
     help="Train one model on GPUs scattered over regions and clouds, with nothing between them but a bucket.",
-    epilog="RUN is the URL of a run: s3://bucket/prefix, file:///path, or a plain path. S3 credentials, region and endpoint come from the usual AWS "
-    "environment variables and files (AWS_ACCESS_KEY_ID, AWS_PROFILE, AWS_REGION, AWS_ENDPOINT_URL_S3).",
+    epilog="RUN is the URL of a run: s3://bucket/prefix, gs://bucket/prefix, file:///path, or a plain path. S3 credentials, region and endpoint come "
+    "from the usual AWS environment variables and files (AWS_ACCESS_KEY_ID, AWS_PROFILE, AWS_REGION, AWS_ENDPOINT_URL_S3), those of GCS from Google's "
+    "(gcloud auth application-default login, GOOGLE_APPLICATION_CREDENTIALS, STORAGE_EMULATOR_HOST).",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -47,6 +48,12 @@ def options(
         Literal["when_supported", "when_required"] | None,
         typer.Option(help="when_required for servers that refuse the SDK's default checksums."),
     ] = None,
+    trust_exclusive_create: Annotated[
+        bool,
+        typer.Option(
+            "--trust-exclusive-create", help="For fsspec+...:// only: you know that one only of concurrent creates succeeds there."
+        ),
+    ] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what happens in the background.")] = False,
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")] = False,
 ) -> None:
@@ -56,9 +63,12 @@ def options(
         datefmt="%H:%M:%S",
         stream=sys.stderr,
     )
-    for noisy in ("botocore", "boto3", "urllib3", "asyncio", "fsspec"):
+    for noisy in ("botocore", "boto3", "urllib3", "asyncio", "fsspec", "google"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
-    context.obj = Context(s3=S3Settings(endpoint_url=endpoint_url, region=s3_region, profile=s3_profile, checksum=s3_checksum))
+    context.obj = Context(
+        s3=S3Settings(endpoint_url=endpoint_url, region=s3_region, profile=s3_profile, checksum=s3_checksum),
+        trust_exclusive_create=trust_exclusive_create,
+    )
 
 
 def run() -> None:

@@ -2,9 +2,11 @@
 
 ::
 
-    store = open_store("s3://bucket/runs/a")      # endpoint and credentials from the AWS environment
-    store = open_store("file:///srv/runs/a")      # or a plain path
-    store = open_store("memory://a")              # shared by all who open it in this process
+    store = open_store("s3://bucket/runs/a")        # endpoint and credentials from the AWS environment
+    store = open_store("gs://bucket/runs/a")        # the same from Google's
+    store = open_store("file:///srv/runs/a")        # or a plain path
+    store = open_store("memory://a")                # shared by all who open it in this process
+    store = open_store("fsspec+abfs://container/a") # any other file system of fsspec, as far as it keeps the contract
 
 Reading order: ``base`` (the contract), ``claim`` (how numbered objects are written), then one adapter.
 """
@@ -19,6 +21,8 @@ from ps_diloco.errors import UrlError
 from ps_diloco.store.base import Buffer, Capabilities, ObjectInfo, Store
 from ps_diloco.store.claim import Claim, claim_object, probe_store
 from ps_diloco.store.counting import CountingStore, Traffic, VerbTraffic
+from ps_diloco.store.fsspec import FsspecStore
+from ps_diloco.store.gcs import GcsSettings, GcsStore
 from ps_diloco.store.local import LocalStore
 from ps_diloco.store.memory import MemoryStore, named_store
 from ps_diloco.store.names import is_key
@@ -29,6 +33,9 @@ __all__ = [
     "Capabilities",
     "Claim",
     "CountingStore",
+    "FsspecStore",
+    "GcsSettings",
+    "GcsStore",
     "LocalStore",
     "MemoryStore",
     "ObjectInfo",
@@ -43,18 +50,20 @@ __all__ = [
 ]
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(//)?")
-_BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", re.ASCII)
-_EXAMPLES = "use s3://bucket/prefix, file:///path, a plain path or memory://name"
+_S3_BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", re.ASCII)
+_GCS_BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]", re.ASCII)
+_EXAMPLES = "use s3://bucket/prefix, gs://bucket/prefix, file:///path, a plain path, memory://name or fsspec+protocol://path"
 
 
-def open_store(url: str, *, s3: S3Settings | None = None) -> Store:
+def open_store(url: str, *, s3: S3Settings | None = None, gcs: GcsSettings | None = None, trust_exclusive_create: bool = False) -> Store:
     """The store that ``url`` names; raises :class:`UrlError` if none. Does no I/O but to look whether a path is a directory.
 
-    ``s3`` is for ``s3://`` only and ignored for other URLs.
+    ``s3`` is for ``s3://`` only, ``gcs`` for ``gs://``, and ``trust_exclusive_create`` (see :class:`FsspecStore`) for ``fsspec+...://``; each is
+    ignored for other URLs.
     """
     match = _SCHEME.match(url)
     if match is None:
-        if re.match(r"(s3|gs|gcs|file|memory)/+", url):
+        if re.match(r"(s3|gs|gcs|file|memory|fsspec\+[a-z0-9]+)/+", url):
             raise UrlError(
                 "a URL has a colon after its scheme",
                 url=repr(url),
@@ -65,7 +74,11 @@ def open_store(url: str, *, s3: S3Settings | None = None) -> Store:
         return _open_path(url, url)
     scheme, rest = match[1].lower(), url[match.end() :]
     if scheme == "s3" and match[2]:
-        return _open_s3(url, rest, s3)
+        rule = "write s3://bucket/prefix; a bucket has 3 to 63 characters of a-z, 0-9, '.' and '-'"
+        return S3Store(*_bucket_and_prefix(url, rest, _S3_BUCKET, rule), s3)
+    if scheme in ("gs", "gcs") and match[2]:
+        rule = "write gs://bucket/prefix; a bucket has 3 to 63 characters (222 with dots) of a-z, 0-9, '.', '-' and '_'"
+        return GcsStore(*_bucket_and_prefix(url, rest, _GCS_BUCKET, rule), gcs)
     if scheme == "file" and match[2]:
         if not rest.startswith("/") or "%00" in rest:
             remedy = "write file:///path, with three slashes"
@@ -75,6 +88,8 @@ def open_store(url: str, *, s3: S3Settings | None = None) -> Store:
         if not is_key(rest):
             raise UrlError("not the name of a memory store", url=repr(url), remedy="write memory://name with a name of [A-Za-z0-9._/=-]")
         return named_store(rest)
+    if scheme.startswith("fsspec+") and match[2]:
+        return FsspecStore.from_url(url, trust_exclusive_create=trust_exclusive_create)
     raise UrlError("not the URL of a store", url=repr(url), remedy=f"{_EXAMPLES} (./{url} if it is a path)" if not match[2] else _EXAMPLES)
 
 
@@ -90,14 +105,13 @@ def _open_path(url: str, path: str) -> LocalStore:
     return store
 
 
-def _open_s3(url: str, rest: str, settings: S3Settings | None) -> S3Store:
+def _bucket_and_prefix(url: str, rest: str, buckets: re.Pattern[str], remedy: str) -> tuple[str, str]:
     bucket, _, prefix = rest.partition("/")
     prefix = prefix.removesuffix("/")
-    if not _BUCKET.fullmatch(bucket):
+    if not buckets.fullmatch(bucket):
         rule = "not the name of a bucket" if bucket else "this URL names no bucket"
-        remedy = "write s3://bucket/prefix; a bucket has 3 to 63 characters of a-z, 0-9, '.' and '-'"
         raise UrlError(rule, url=repr(url), bucket=repr(bucket), remedy=remedy)
     if prefix and not is_key(prefix):
-        remedy = "write s3://bucket/prefix; a prefix has segments of [A-Za-z0-9._=-] joined by '/', none of them empty, '.' or '..'"
+        remedy = f"{remedy.partition(';')[0]}; a prefix has segments of [A-Za-z0-9._=-] joined by '/', none of them empty, '.' or '..'"
         raise UrlError("not a prefix of keys", url=repr(url), prefix=repr(prefix), remedy=remedy)
-    return S3Store(bucket, prefix, settings)
+    return bucket, prefix

@@ -72,6 +72,12 @@ def probe_store(store: Store, env: Env) -> None:
 
     Raises :class:`UnsupportedStore` naming the missing promise; :class:`Denied` or :class:`Unavailable` from the store pass through.
     """
+    if not store.capabilities.create_if_absent:
+        raise UnsupportedStore(
+            "the store does not promise create-if-absent",
+            url=store.url,
+            remedy="two aggregators could overwrite each other; use s3://, gs:// or a local directory (docs/providers.md says what else is possible)",
+        )
     key = keys.probe(env.entropy.attempt_id())
     first, second = b"first " + key.encode(), b"second " + key.encode()
     if not claim_object(store, env, key, first).won:

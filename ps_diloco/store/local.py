@@ -16,7 +16,8 @@ from pathlib import Path
 
 from ps_diloco.errors import AlreadyExists, Denied, NotFound, StoreError, Unavailable, UnsupportedStore
 from ps_diloco.store.base import Buffer, Capabilities, ObjectInfo
-from ps_diloco.store.names import check_directory, check_key, check_limit, check_prefix, check_range, clip_range, is_key, is_segment
+from ps_diloco.store.names import check_directory, check_key, check_limit, check_prefix, check_range, clip_range, is_segment
+from ps_diloco.store.tree import walk
 
 TEMPORARY = ".tmp~"  # "~" is in no key
 _TRIES_MAX = 100
@@ -78,15 +79,14 @@ class LocalStore:
 
     def list(self, prefix: str, *, start_after: str = "") -> Iterator[ObjectInfo]:
         check_prefix(prefix)
-        return self._walk(prefix[: prefix.rfind("/") + 1], prefix, start_after)
+        return self._list(prefix, start_after)
 
     def list_prefixes(self, prefix: str) -> Iterator[str]:
         check_directory(prefix)
-        for name in self._entries(prefix):
-            inner = prefix + name
+        for name, _ in sorted(self._entries(prefix)):
             # An empty directory is what a delete or a crash left: in a bucket it would not exist.
-            if name.endswith("/") and next(self._walk(inner, inner, ""), None) is not None:
-                yield inner
+            if name.endswith("/") and next(self._list(prefix + name, ""), None) is not None:
+                yield prefix + name
 
     def list_versions(self, key: str) -> Iterator[ObjectInfo]:
         check_key(key)
@@ -164,28 +164,22 @@ class LocalStore:
                 remedy="use a directory on another file system, or an s3:// URL",
             ) from error
 
-    def _entries(self, directory: str) -> Sequence[str]:
-        """Names in a directory in key order, those of directories with their ``/``. Empty if it does not exist."""
+    def _entries(self, directory: str) -> Sequence[tuple[str, None]]:
+        """Names in a directory, those of directories with their ``/``. Empty if it does not exist."""
         try:
             with self._errors("list", directory), os.scandir(self.root / directory) as entries:
-                return sorted(entry.name + "/" if entry.is_dir() else entry.name for entry in entries if is_segment(entry.name))
+                return [(entry.name + "/" if entry.is_dir() else entry.name, None) for entry in entries if is_segment(entry.name)]
         except NotFound:
             return []
 
-    def _walk(self, directory: str, prefix: str, start_after: str) -> Iterator[ObjectInfo]:
-        for name in self._entries(directory):
-            key = directory + name
-            if name.endswith("/"):
-                wanted = key.startswith(prefix) or prefix.startswith(key)
-                if wanted and (key > start_after or start_after.startswith(key)):
-                    yield from self._walk(key, prefix, start_after)
-            elif key.startswith(prefix) and key > start_after and is_key(key):
-                try:
-                    with self._errors("list", key):
-                        status = os.stat(self.root / key)
-                except NotFound:  # deleted since the directory was read
-                    continue
-                yield ObjectInfo(key=key, size=status.st_size, modified_s=status.st_mtime)
+    def _list(self, prefix: str, start_after: str) -> Iterator[ObjectInfo]:
+        for key, _ in walk(self._entries, prefix, start_after):
+            try:
+                with self._errors("list", key):
+                    status = os.stat(self.root / key)
+            except NotFound:  # deleted since the directory was read
+                continue
+            yield ObjectInfo(key=key, size=status.st_size, modified_s=status.st_mtime)
 
     def _check_root(self) -> None:
         found = self._root_identity()

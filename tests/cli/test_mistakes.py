@@ -24,7 +24,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> str:
     [
         (("status", "{tmp}/nothing"), 2, "there is no run at this URL"),
         (("status", "s3://"), 2, "names no bucket"),
-        (("status", "gs://bucket/run"), 2, "not the URL of a store"),
+        (("status", "gopher://bucket/run"), 2, "not the URL of a store"),
         (("status", "s3://some-bucket/run"), 3, "AWS_ACCESS_KEY_ID"),
         (("init", "{url}"), 2, "a run exists at this URL"),
         (("init", "{tmp}/new", "--set", "outer.lrr=1"), 2, "did you mean 'lr'"),

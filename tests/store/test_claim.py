@@ -12,9 +12,11 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from ps_diloco.cli.gcs_server import LocalGcsServer
 from ps_diloco.cli.s3_server import LocalS3Server
 from ps_diloco.env import Env
 from ps_diloco.errors import AlreadyExists, Denied, PsDilocoError, Unavailable, UnsupportedStore
@@ -185,7 +187,7 @@ def test_faulty_lists() -> None:
 
 def race_in_process(
     url: str,
-    settings: S3Settings | None,
+    settings: dict[str, Any],
     name: str,
     rounds: int,
     barrier: multiprocessing.synchronize.Barrier,
@@ -193,7 +195,7 @@ def race_in_process(
 ) -> None:
     """Claim ``rounds`` keys against the other process; report which were won."""
     env = Env.system()
-    store = open_store(url, s3=settings)
+    store = open_store(url, **settings)
     try:
         list(store.list(""))  # connect before the race
         won = []
@@ -208,7 +210,7 @@ def race_in_process(
         results.put((name, repr(error)))
 
 
-def race(url: str, settings: S3Settings | None, rounds: int) -> None:
+def race(url: str, rounds: int, **settings: Any) -> None:
     context = multiprocessing.get_context("spawn")
     barrier, results = context.Barrier(2), context.Queue()
     processes = [context.Process(target=race_in_process, args=(url, settings, name, rounds, barrier, results)) for name in ("p", "q")]
@@ -222,18 +224,22 @@ def race(url: str, settings: S3Settings | None, rounds: int) -> None:
         for process in processes:
             process.kill()
     assert sorted(outcome["p"] + outcome["q"]) == list(range(rounds)), outcome
-    store = open_store(url, s3=settings)
+    store = open_store(url, **settings)
     for name, turns in outcome.items():
         for turn in turns:
             assert store.get(f"race/{turn:03d}").startswith(f"{name} {turn} ".encode())
 
 
 def test_two_processes_on_a_directory(tmp_path: Path) -> None:
-    race(f"file://{tmp_path}", None, rounds=200)
+    race(f"file://{tmp_path}", 200)
 
 
 def test_two_processes_on_seaweedfs(seaweed: LocalS3Server, seaweed_url: str) -> None:
-    race(seaweed_url, seaweed.settings, rounds=5)
+    race(seaweed_url, 5, s3=seaweed.settings)
+
+
+def test_two_processes_on_fake_gcs(fake_gcs: LocalGcsServer, gcs_url: str) -> None:
+    race(gcs_url, 100, gcs=fake_gcs.settings)
 
 
 @pytest.fixture
@@ -261,4 +267,4 @@ def moto_server(env: Env) -> Iterator[S3Settings]:
 
 
 def test_two_processes_on_moto_server(moto_server: S3Settings) -> None:
-    race("s3://races/run", moto_server, rounds=50)
+    race("s3://races/run", 50, s3=moto_server)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ps_diloco.errors import UrlError
-from ps_diloco.store import LocalStore, MemoryStore, S3Settings, S3Store, open_store
+from ps_diloco.store import GcsSettings, GcsStore, LocalStore, MemoryStore, S3Settings, S3Store, open_store
 
 
 def test_s3() -> None:
@@ -21,6 +21,15 @@ def test_s3() -> None:
     assert store.url == "s3://bucket.name-1/runs/a"
     assert open_store("S3://bucket").url == "s3://bucket"
     assert open_store("s3://bucket/").url == "s3://bucket"
+
+
+def test_gcs() -> None:
+    settings = GcsSettings(project="p")
+    store = open_store("gs://bucket_name-1.org/runs/a/", gcs=settings)
+    assert isinstance(store, GcsStore)
+    assert store.settings is settings
+    assert store.url == "gs://bucket_name-1.org/runs/a"
+    assert open_store("gcs://bucket").url == "gs://bucket"
 
 
 def test_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,7 +60,7 @@ def test_memory_is_shared_by_name() -> None:
     ("url", "message"),
     [
         ("", "not the URL of a store"),
-        ("gs://bucket/x", "not the URL of a store: url='gs://bucket/x'; use s3://bucket/prefix, file:///path"),
+        ("gopher://bucket/x", "not the URL of a store: url='gopher://bucket/x'; use s3://bucket/prefix, gs://bucket/prefix, file:///path"),
         ("https://bucket.s3.amazonaws.com/x", "use s3://bucket/prefix"),
         ("s3:/bucket/x", "./s3:/bucket/x if it is a path"),
         ("s3://", "names no bucket"),
@@ -64,6 +73,10 @@ def test_memory_is_shared_by_name() -> None:
         ("s3://bucket/a/../b", "prefix='a/../b'"),
         ("s3://bucket/a b", "not a prefix of keys"),
         ("s3://bucket/a?region=x", "not a prefix of keys"),
+        ("gs://", "names no bucket"),
+        ("gs://Bucket/x", "write gs://bucket/prefix; a bucket has 3 to 63 characters"),
+        ("gs://bucket//x", "write gs://bucket/prefix; a prefix has segments of"),
+        ("gs/bucket/x", "a URL has a colon after its scheme: url='gs/bucket/x'; write gs://..., or ./gs/bucket/x if it is a path"),
         ("file://host/path", "three slashes"),
         ("file:/path", "if it is a path"),
         ("file:///a%00b", "absolute path"),
@@ -86,7 +99,10 @@ def test_a_file_is_no_store(tmp_path: Path) -> None:
         open_store(str(tmp_path / "run"))
 
 
-def test_boto3_is_imported_on_first_use_only() -> None:
-    code = "import sys; from ps_diloco.store import open_store; open_store('s3://bucket/x'); sys.exit('botocore' in sys.modules)"
+def test_sdks_are_imported_on_first_use_only() -> None:
+    code = (
+        "import sys; from ps_diloco.store import open_store; open_store('gs://bucket/x'); open_store('s3://bucket/x');"
+        "sys.exit(any(name in sys.modules for name in ('google.cloud.storage', 'google.auth', 'botocore')))"
+    )
     root = Path(__file__).parents[2]
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=root, env=os.environ | {"PYTHONPATH": str(root)})

