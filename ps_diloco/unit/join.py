@@ -57,7 +57,7 @@ def join(
 ) -> Unit:
     """Join the run at ``run_url`` as ``unit``: load its newest version into ``model``, start publishing and pulling in the background.
 
-    ``model`` is the model of the run, with float32 parameters; ``optimizer`` the inner one, whose state is saved and, after a restart, restored.
+    ``model`` is the model of the run; ``optimizer`` the inner one, whose state is saved and, after a restart, restored.
     ``extra`` returns what else a restart needs, as JSON (a data cursor); it comes back as ``unit.restored``. ``take_over`` joins without looking whether
     another process lives under this name. ``store`` and ``env`` are for tests and for stores with settings of their own. Does I/O, on the calling thread.
 
@@ -103,7 +103,7 @@ def join(
     errors: list[BaseException] = []
     link = Link(env, stop, url=run.store.url)
     outbox = Outbox(run, identity, link, stop, on_error=errors.append)
-    engine = Engine(run.layout, settings, identity, first, outbox, on_error=errors.append)
+    engine = Engine(run.layout, settings, identity, first, outbox, on_error=errors.append, recycle=binding.recycle)
     saver = Saver(replace(run, store=counting.inner), identity, outbox, link, stop, on_error=errors.append)
 
     def on_news(news: News) -> None:
