@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ps_diloco.binding import ModelBinding
 from ps_diloco.errors import LayoutError
 from ps_diloco.layout import build_layout
+from tests.unit.scene import Scene
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -74,6 +75,18 @@ def test_a_model_under_ddp_trains_on_from_a_correction() -> None:
             binding.add(0, torch.full((binding.layout.elements,), 0.01))
     values = [ModelBinding(model, build_layout(model)).snapshot(0).params for model in models]
     torch.testing.assert_close(values[0], values[1])
+
+
+def test_a_replica_among_others_is_told_that_it_alone_is_corrected(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = Scene(model=_model)
+    for ranks, said in ((1, ""), (2, "one of 2 replicas")):
+        model = DistributedDataParallel(_model())
+        monkeypatch.setattr(type(model.process_group), "size", lambda group, ranks=ranks: ranks)
+        with scene.join("a", model=model) as trainer:
+            trainer.abandon()
+        assert said in caplog.text and ("replicas" in caplog.text) == bool(said)
 
 
 def test_parameters_that_are_sharded_are_refused_with_a_way_out() -> None:

@@ -152,7 +152,7 @@ class Scene:
 
     def open(self, name: str = "a", *, model: nn.Module | None = None, store: Store | None = None, **options: Any) -> Trainer:
         """Join; the caller closes."""
-        model = model or self.model()
+        model = self.model() if model is None else model
         options.setdefault("env", fast_env())
         options.setdefault("poll_s", 0.5)
         options.setdefault("heartbeat_s", 2.0)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 
 from ps_diloco.binding import ModelBinding
+from ps_diloco.cli.main import app
 from ps_diloco.errors import NonFinite
 from ps_diloco.layout import build_layout
 from ps_diloco.run import OpenRun
+from ps_diloco.store import LocalStore
 from ps_diloco.weights import read_weights
 from tests.unit.scene import Scene, wait_until
 
@@ -176,6 +181,23 @@ def test_units_of_a_short_type_hold_global_plus_own_work_below_its_resolution(dt
     assert {str(tensor.dtype) for tensor in _weights(scene).values()} == {str(dtype)}
     master = torch.cat([tensor.flatten() for tensor in _weights(scene, float32=True).values()])
     assert torch.equal(master, world)
+
+
+def test_an_export_has_the_models_dtype_or_all_that_the_run_keeps(tmp_path: Path) -> None:
+    scene = Scene(model=lambda: Ones(torch.bfloat16), store=LocalStore(tmp_path / "run"))
+    with scene.join("a") as trainer:
+        trainer.unit._binding.add(0, torch.full((8,), 2.0**-12))  # as work of the unit
+        trainer.train(2, by=0.0)
+        scene.sync(trainer)
+        trainer.abandon()
+    for options, dtype, value in (([], torch.bfloat16, 1.0), (["--float32"], torch.float32, 1.0 + 2.0**-12)):
+        file = tmp_path / f"{dtype}.safetensors"
+        with pytest.raises(SystemExit) as ended:
+            app(["export", str(tmp_path / "run"), str(file), *options])
+        weights = safetensors.torch.load_file(file)
+        assert ended.value.code == 0 and {str(tensor.dtype) for tensor in weights.values()} == {str(dtype)}
+        assert all(tensor.unique().tolist() == [value] for tensor in weights.values())
+        Ones(torch.bfloat16).load_state_dict(weights)
 
 
 @SHORT
