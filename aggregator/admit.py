@@ -86,9 +86,8 @@ class Loaded:
     ints_I: torch.Tensor
 
 
-def load(run: OpenRun, admitted: Admitted) -> Loaded | Refusal:
+def load(run: OpenRun, record: Contribution) -> Loaded | Refusal:
     """Read and decode a contribution's shard, whole. Does I/O; the store's errors pass through (:class:`NotFound` among them)."""
-    record = admitted.record
     expected = update_sections(run.layout.fragments[record.fragment])
     try:
         data = fetch(run.store, record.shards[0].ref, max_bytes=shard_bytes_max(expected))

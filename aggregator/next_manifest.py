@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from aggregator.admit import Admitted, Refusal
+from ps_diloco.fragment import FragmentValue
 from ps_diloco.ids import ContributionId
 from ps_diloco.layout import Layout
 from ps_diloco.merge import Weighing
+from ps_diloco.outer import OuterState
 from ps_diloco.progress import fragment_share
 from ps_diloco.records import (
     COUNT_MAX,
@@ -33,13 +35,16 @@ OUTCOMES_KEPT = 64
 DETAIL_MAX = 2000
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Stepped:
     """Result of one fragment's outer step. ``before`` and ``after``: its entry in the head and in the next manifest."""
 
     fragment: int
     before: FragmentEntry
     after: FragmentEntry
+    value: FragmentValue
+    state: OuterState
+    """The parameters and the outer state at ``after``."""
     closed: Closed
     weighing: Weighing
     members: tuple[Admitted, ...]
@@ -69,24 +74,25 @@ class Draft:
     """All that one pass wants to commit. Empty: there is nothing to commit."""
 
     config: int
+    known: Sequence[tuple[ContributionId, int | None]] = ()
+    """All undecided contributions that were seen, with their fragment (None: unreadable, so it waits for everything before it)."""
     final: bool = False
     stepped: list[Stepped] = field(default_factory=list)
     refused: dict[ContributionId, Refusing] = field(default_factory=dict)
     tries: dict[ContributionId, int] = field(default_factory=dict)
     listed: dict[str, Incarnation] = field(default_factory=dict)
+    saved: dict[int, FragmentEntry] = field(default_factory=dict)
+    """Entries of fragments that do not step but whose outer state was saved."""
 
     @property
     def decided(self) -> set[ContributionId]:
         return {a.candidate.id for stepped in self.stepped for a in stepped.members} | set(self.refused)
 
-    def keep_order(self, undecided: Sequence[tuple[ContributionId, int | None]]) -> None:
-        """Withdraw refusals that would overtake an earlier contribution of the same unit and fragment which stays undecided (I5).
-
-        ``undecided``: all that is known, with its fragment (None: unreadable, so it waits for everything before it).
-        """
+    def keep_order(self) -> None:
+        """Withdraw refusals that would overtake an earlier contribution of the same unit and fragment which stays undecided (I5)."""
         decided = self.decided
         waiting: dict[str, set[int | None]] = {}
-        for contribution, fragment in sorted(undecided, key=lambda pair: pair[0]):
+        for contribution, fragment in sorted(self.known, key=lambda pair: pair[0]):
             blocked = waiting.setdefault(contribution.unit, set())
             overtakes = bool(blocked) if fragment is None else fragment in blocked or None in blocked
             if contribution not in decided or (overtakes and contribution in self.refused):
@@ -94,17 +100,46 @@ class Draft:
                 blocked.add(fragment)
 
     def worth_committing(self, head: Manifest) -> bool:
-        return bool(self.stepped or self.refused or self.tries or self.listed or self.final or self.config != head.config)
+        return bool(self.stepped or self.refused or self.tries or self.listed or self.saved or self.final or self.config != head.config)
 
-    def fits(self, head: Manifest) -> bool:
-        """Whether another process's new head left everything untouched that this draft is about."""
-        if head.final or head.config > self.config or any(head.fragments[s.fragment] != s.before for s in self.stepped):
-            return False
-        for contribution in self.decided | set(self.tries):
+    def onto(self, head: Manifest) -> Draft | None:
+        """What is left of this draft on another process's new head; None if nothing is.
+
+        A step stays if its fragment and its contributions are untouched; its objects are in the bucket already. A draft that ends the run, or that was made
+        with other settings, stays whole or not at all.
+        """
+        if head.final or head.config > self.config:
+            return None
+
+        def open_still(contribution: ContributionId) -> bool:
             entry = head.units.get(contribution.unit)
-            if entry is None or entry.incarnation != contribution.incarnation or entry.outcome(contribution.seq) is not None:
-                return False
-        return all(unit not in head.units or head.units[unit].incarnation < record.incarnation for unit, record in self.listed.items())
+            return entry is not None and entry.incarnation == contribution.incarnation and entry.outcome(contribution.seq) is None
+
+        stepped = [s for s in self.stepped if head.fragments[s.fragment] == s.before and all(open_still(a.candidate.id) for a in s.members)]
+        given_up = {a.candidate.id.unit for s in self.stepped if s not in stepped for a in s.members}
+        rest = Draft(
+            config=self.config,
+            known=[(contribution, fragment) for contribution, fragment in self.known if open_still(contribution)],
+            final=self.final,
+            stepped=stepped,
+            refused={contribution: refusing for contribution, refusing in self.refused.items() if open_still(contribution)},
+            tries={contribution: count for contribution, count in self.tries.items() if open_still(contribution)},
+            listed={
+                unit: record
+                for unit, record in self.listed.items()
+                if unit not in given_up and (unit not in head.units or head.units[unit].incarnation < record.incarnation)
+            },
+            saved={
+                fragment: entry
+                for fragment, entry in self.saved.items()
+                if head.fragments[fragment] == entry.model_copy(update={"state": head.fragments[fragment].state})
+            },
+        )
+        rest.keep_order()
+        whole = (len(rest.stepped), rest.refused, rest.tries, rest.listed) == (len(self.stepped), self.refused, self.tries, self.listed)
+        if not rest.worth_committing(head) or (self.final and not whole):
+            return None
+        return rest
 
 
 def rounds_after(before: FragmentEntry, weighing: Weighing, window: int) -> dict[str, Round]:
@@ -122,6 +157,8 @@ def next_manifest(
     old = head.record
     fragments = list(old.fragments)
     tokens = old.tokens
+    for fragment, entry in draft.saved.items():
+        fragments[fragment] = entry
     for stepped in draft.stepped:
         fragments[stepped.fragment] = stepped.after
         tokens += fragment_share(layout, stepped.fragment) * sum(a.record.tokens for a in stepped.members)

@@ -30,6 +30,25 @@ class Plan:
     """When a window closes by time alone, if nothing else comes; None if nothing is pending."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """The share of one of ``of`` processes: fragments whose number is ``index`` modulo ``of`` are its own.
+
+    Other fragments it leaves to the others, unless one could have stepped for ``patience_s`` and nobody did it. Nobody has to agree on anything: two
+    processes that step the same fragment race for the commit, and one of them has worked in vain.
+    """
+
+    index: int = 0
+    of: int = 1
+    patience_s: float = 10.0
+
+    def owns(self, fragment: int) -> bool:
+        return fragment % self.of == self.index
+
+
+WHOLE = Part()
+
+
 def in_line(pending: Sequence[Admitted], waiting: Collection[ContributionId]) -> list[Admitted]:
     """``pending`` without those that wait to be read again, and without what stands behind one of them: decisions of a unit within a fragment keep
     the order of seq (I5)."""
@@ -66,6 +85,25 @@ def plan_windows(
         else:
             wake.append(at_s)
     return Plan(windows=windows, wake_at_s=min(wake) if wake else None)
+
+
+def leave_to_others(
+    plan: Plan, head: Manifest, part: Part, ready_since_s: Mapping[tuple[int, int], float], now_s: float
+) -> tuple[Plan, dict[tuple[int, int], float]]:
+    """``plan`` without the windows that another process's part has and has not had for too long; and since when each of those was ready.
+
+    ``ready_since_s``: what the call before gave back, by (fragment, fragment version).
+    """
+    windows, waiting = {}, {}
+    for fragment, window in plan.windows.items():
+        place = (fragment, head.fragments[fragment].fragment_version)
+        since_s = ready_since_s.get(place, now_s)
+        if part.owns(fragment) or now_s - since_s >= part.patience_s:
+            windows[fragment] = window
+        else:
+            waiting[place] = since_s
+    wake = [since_s + part.patience_s for since_s in waiting.values()] + ([] if plan.wake_at_s is None else [plan.wake_at_s])
+    return Plan(windows=windows, wake_at_s=min(wake) if wake else None), waiting
 
 
 def _close(

@@ -6,32 +6,39 @@ import logging
 import threading
 from collections.abc import Callable
 
-from aggregator.outer_step import Aggregator, Outcome, Stopped
+from aggregator.fragment_step import Stopped
+from aggregator.outer_step import Aggregator, Outcome
+from aggregator.policy import WHOLE, Part
 from ps_diloco.env import Backoff
-from ps_diloco.errors import Denied, Unavailable
+from ps_diloco.errors import Denied, StoreError, Unavailable
 from ps_diloco.run import OpenRun
 
 log = logging.getLogger(__name__)
 
+SAVE_S_MAX = 15.0
+"""For outer state that is saved when the process is told to end: half of the shortest notice that a cloud gives."""
 
-def aggregate_once(run: OpenRun) -> Outcome:
+
+def aggregate_once(run: OpenRun, *, part: Part = WHOLE) -> Outcome:
     """Merge whatever is published now, however little, and return. Raises the store's errors."""
-    return Aggregator(run).take_pass(force="once")
+    return Aggregator(run, part=part).take_pass(force="once")
 
 
 def serve(
     run: OpenRun,
     *,
     stop: threading.Event,
+    part: Part = WHOLE,
     poll_s: float = 0.5,
     on_outcome: Callable[[Outcome], None] = lambda outcome: None,
 ) -> Outcome | None:
     """Take passes until ``stop`` is set or the run is final; return the last outcome.
 
     Between passes it waits ``poll_s``, less if a window closes by time before. A store that is away is waited for; an error in the run itself is raised.
-    ``stop`` may be set by a signal handler or another thread: a pass that has not committed yet is given up, which leaves nothing half done.
+    ``stop`` may be set by a signal handler or another thread: a pass that has not committed yet is given up, which leaves nothing half done; outer state that
+    no version names yet is saved.
     """
-    aggregator = Aggregator(run, stop=stop)
+    aggregator = Aggregator(run, part=part, stop=stop)
     backoff = Backoff(env=run.env, first_s=0.5, max_s=10.0)
     outcome: Outcome | None = None
     while not stop.is_set():
@@ -53,4 +60,8 @@ def serve(
         if outcome.kind == "idle":
             until_s = poll_s if outcome.wake_at_s is None else min(poll_s, outcome.wake_at_s - run.env.clock.monotonic())
             run.env.clock.wait(stop, max(until_s, 0.01))
+    try:
+        aggregator.save(SAVE_S_MAX)
+    except StoreError as error:  # the next one merges some steps again
+        log.warning("could not save the outer state: %s", error)
     return outcome

@@ -62,7 +62,7 @@ class PullSettings(Settings):
 
     codec: Literal["none", "bf16", "int8", "int4"] = "int8"
     anchor_every: PositiveInt = Field(default=20, le=1000, description="outer steps of a fragment between two anchors")
-    state_every: int = Field(default=1, ge=1, le=1, description="outer steps between two saves of the outer state")
+    state_every: PositiveInt = Field(default=10, le=1000, description="outer steps of a fragment between two saves of its outer state")
 
 
 class UnitSettings(Settings):

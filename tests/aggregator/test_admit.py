@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from aggregator.outer_step import TRY_EVERY_S, Aggregator
+from aggregator.fragment_step import TRY_EVERY_S
+from aggregator.outer_step import Aggregator
 from ps_diloco import keys
 from ps_diloco.codecs import CODECS
 from ps_diloco.ids import ContributionId

@@ -140,7 +140,7 @@ def test_what_a_quantised_update_loses_is_published_later() -> None:
 
 
 def test_the_manifest_says_who_wrote_it_what_came_before_and_where_every_object_is() -> None:
-    run, aggregator = listed("a")
+    run, aggregator = listed("a", pull={"state_every": 1})
     parent = run.log.find_head()
     record = publish(run, "a", 0, [1.0] * 7)
     manifest = aggregator.take_pass().head.record

@@ -178,8 +178,8 @@ def test_an_idle_pass_costs_one_get_and_one_per_live_unit_and_lists_only_to_disc
     assert cost() == {"get": 1 + 3 + 3 + 1, "list_prefixes": 1}  # the next incarnation of each unit, the next config
 
 
-def test_a_step_costs_two_gets_per_contribution_and_four_puts() -> None:
-    run, aggregator = listed("a", "b")
+def test_a_step_costs_two_gets_per_contribution_and_three_puts() -> None:
+    run, aggregator = listed("a", "b", pull={"state_every": 1})
     store = CountingStore(run.store)
     aggregator = Aggregator(seen_by(run, store=store))
     aggregator.take_pass()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from aggregator.admit import Admitted
-from aggregator.policy import Plan, in_line, plan_windows
+from aggregator.policy import WHOLE, Part, Plan, in_line, leave_to_others, plan_windows
 from ps_diloco.config import MergeSettings
 from ps_diloco.ids import ContributionId
 from ps_diloco.merge import Candidate
@@ -223,3 +223,39 @@ def test_in_line_keeps_back_what_stands_behind_a_waiting_contribution_of_the_sam
     pending = [arrival("a", 0), arrival("a", 1), arrival("a", 2, fragment=1), arrival("a", 3), arrival("b", 0)]
     ready = in_line(pending, {ContributionId(0, "a", 0, 1)})
     assert [(a.record.unit, a.record.seq) for a in ready] == [("a", 0), ("a", 2), ("b", 0)]
+
+
+# parts of several processes
+
+FOUR = tuple(THREE for _ in range(4))
+SECOND = Part(index=1, of=2, patience_s=7.0)
+
+
+def parted(part: Part, since: dict[tuple[int, int], float], now_s: float) -> tuple[list[int], float | None, dict[tuple[int, int], float]]:
+    """(fragments that step, when to look again, what is remembered) of a plan in which all four fragments could step."""
+    manifest = head(*FOUR)
+    pending = [arrival(unit, fragment, fragment=fragment) for unit in "abc" for fragment in range(4)]
+    left, remembered = leave_to_others(plan(pending, manifest, now_s), manifest, part, since, now_s)
+    return list(left.windows), left.wake_at_s, remembered
+
+
+def test_a_process_steps_its_own_fragments_and_the_others_only_when_nobody_else_does() -> None:
+    fragments, wake_s, since = parted(SECOND, {}, 100.0)
+    assert (fragments, wake_s) == ([1, 3], 107.0)
+    fragments, wake_s, since = parted(SECOND, since, 106.9)
+    assert (fragments, wake_s) == ([1, 3], 107.0)
+    assert parted(SECOND, since, 107.0) == ([0, 1, 2, 3], None, {})
+
+
+def test_patience_begins_anew_with_each_step_of_the_other_process() -> None:
+    _, _, since = parted(SECOND, {}, 100.0)
+    assert set(since) == {(0, 20), (2, 20)}
+    older = {(0, 19): 50.0, (2, 19): 50.0}  # the fragments have been stepped since
+    assert parted(SECOND, older, 100.0) == ([1, 3], 107.0, since)
+
+
+def test_the_only_process_owns_everything_and_parts_cover_each_fragment_once() -> None:
+    assert parted(WHOLE, {}, 100.0) == ([0, 1, 2, 3], None, {})
+    for count in range(1, 6):
+        owners = [[part for part in range(count) if Part(index=part, of=count).owns(fragment)] for fragment in range(12)]
+        assert all(len(owner) == 1 for owner in owners)

@@ -38,6 +38,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> str:
         (("export", "{url}", "{tmp}/model.onnx"), 2, ".safetensors"),
         (("export", "{url}", "{tmp}/none/model.pt"), 2, "directory does not exist"),
         (("export", "{url}", "{tmp}/model.pt", "--version", "99"), 3, "no such version"),
+        (("aggregate", "{url}", "--part", "3/2"), 2, "I from 1 to N"),
         (("nonsense",), 2, "nonsense"),
     ],
 )

@@ -30,7 +30,7 @@ def test_the_defaults_are_those_of_the_design() -> None:
     assert (run.merge.rule, run.merge.weight_cap, run.merge.staleness_power) == ("mean", 4.0, 0.5)
     assert (run.merge.quorum, run.merge.merge_at_least, run.merge.round_window, run.merge.round_tokens) == (1, 0.5, 16, None)
     assert (run.push.codec, run.push.error_feedback_decay) == ("int4", 1.0)
-    assert (run.pull.codec, run.pull.anchor_every, run.pull.state_every) == ("int8", 20, 1)
+    assert (run.pull.codec, run.pull.anchor_every, run.pull.state_every) == ("int8", 20, 10)
     assert (run.unit.sync_every, run.unit.join_warmup_steps, run.unit.state_every_cuts) == (30, None, 10)
     assert [(region.name, region.url, region.status) for region in run.regions] == [("home", None, "active")]
     assert CreateSettings().staleness_limit == 64

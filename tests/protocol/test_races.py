@@ -149,6 +149,44 @@ def test_a_loser_whose_fragment_was_stepped_with_other_work_starts_again() -> No
     once_each(run, [("a", 0, 0, [1.0] * 4), ("c", 0, 0, [2.0] * 4)])
 
 
+def test_a_loser_keeps_the_rest_of_its_work_when_one_of_its_fragments_was_stepped() -> None:
+    run = scene([])
+    put_out(run, [("a", 0, 0, [1.0] * 4)])
+    loser = racer(run, 1)
+    put_out(run, [("b", 0, 1, [1.0] * 3)])
+    while not about_to_commit(loser):
+        loser.turn()
+    half_blind = Unreadable(run.store)
+    half_blind.key = next(info.key for info in run.store.list("units/b/t000000/") if info.key.endswith(".shard"))
+    announce(run, "d")
+    winner = Aggregator(seen_by(run, store=half_blind, seed=2)).take_pass(force="once").head.record
+    assert ([step.fragment for step in winner.steps], "d" in winner.units) == ([0], True)
+    before = len(loser.store.calls)
+    assert loser.finish() == ["committed", "idle"]
+    writes = [call.key for call in loser.store.calls[before:] if call.verb == "put"]
+    assert all(key.startswith("manifests/") or key == "head.json" for key in writes)  # nothing is merged twice by the same process
+    assert [step.fragment for step in walk(run)[-1].steps] == [1]
+    once_each(run, [("a", 0, 0, [1.0] * 4), ("b", 0, 1, [1.0] * 3)])
+
+
+def test_a_loser_whose_step_is_the_winners_too_reads_nothing_again() -> None:
+    run = scene([])
+    pair = Warm(run, 1), Warm(run, 2)
+    for seq in range(3):
+        put_out(run, [("a", seq, 0, [1.0 + seq] * 4)])
+        loser = pair[0].start()
+        while not about_to_commit(loser):
+            loser.turn()
+        assert pass_until_idle(pair[1].aggregator) == ["committed", "idle"]
+        assert loser.finish() == ["overtaken", "idle"]
+        pair[0].store.before = None
+        reads = [call.key for call in pair[0].store.calls if call.verb == "get" and call.key.startswith(("state/", "anchors/", "deltas/"))]
+        assert all(key.startswith("anchors/") for key in reads)
+        assert bool(reads) == (seq == 0)  # version 0, once
+        pair[0].store.calls.clear()
+    walk(run)
+
+
 def test_a_loser_whose_only_refusal_was_pronounced_by_the_winner_has_nothing_left_to_do() -> None:
     run = scene([])
     publish(run, "a", 0, [1.0] * 4, edit=changed(codec="zip9"))

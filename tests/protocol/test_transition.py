@@ -129,6 +129,10 @@ DELTA = ENTRY.deltas[0].model_copy(update={"sha256": "e" * 64})
 OTHER_ANCHOR = OLDER.fragments[0].anchor.model_copy(update={"objects": OLDER.fragments[0].anchor.objects[:1]})
 
 
+assert ENTRY.state is not None
+OTHER_STATE = ENTRY.state.model_copy(update={"object": ENTRY.state.object.model_copy(update={"sha256": "e" * 64})})
+
+
 def merged(name: ContributionId) -> Merged:
     return STEP.merged[0].model_copy(update={"contribution": str(name)})
 
@@ -156,6 +160,9 @@ BROKEN: dict[str, tuple[str, int, Change]] = {
     "a fragment left out": ("number of fragments", STEPPED, put(fragments=HISTORY[STEPPED].record.fragments[:1])),
     "a fragment that changes without a step": ("without a step", 4, of_fragment(0, tokens=7.0)),
     "a fragment hash that changes without a step": ("without a step", 4, of_fragment(1, sha256="e" * 64)),
+    "a state that goes back without a step": ("without a step", 4, of_fragment(0, state=None)),
+    "a state that changes without a step": ("without a step", 4, of_fragment(0, state=OTHER_STATE)),
+    "a state newer than its fragment": ("newer than its fragment", 4, of_fragment(1, state=HISTORY[4].record.fragments[0].state)),
     "a step without its fragment": ("without a step", STEPPED, lambda m: put(steps=m.steps[1:])(m)),
     "a step of no fragment": ("does not exist", STEPPED, lambda m: put(steps=(*m.steps, STEP.model_copy(update={"fragment": 2})))(m)),
     "a fragment that steps twice": ("steps twice", STEPPED, lambda m: put(steps=(*m.steps, STEP))(m)),
@@ -239,3 +246,12 @@ def test_a_config_number_may_rise() -> None:
     record = Config(run_id=RUN.run_id, n=1, attempt="0" * 16, reason="", created_at="", settings=RunSettings())
     assert encode(record)
     check(STEPPED, put(config=1))
+
+
+def test_outer_state_may_be_saved_later_than_its_step() -> None:
+    saved = HISTORY[4].record.fragments[0].state
+    assert saved is not None and saved.fragment_version == 2
+    older = HISTORY[2].record.fragments[0].state
+    assert older is not None and older.fragment_version == 1
+    for before in (None, older):
+        check(4, of_fragment(0, state=saved), head=of_fragment(0, state=before))

@@ -17,7 +17,7 @@ from torch import nn
 
 import ps_diloco.checkpoint
 from ps_diloco.binding import ModelBinding
-from ps_diloco.checkpoint import Place, check_chain, read_anchor, read_fragment, read_state, write_anchor, write_state
+from ps_diloco.checkpoint import Place, check_chain, plan_read, read_anchor, read_fragment, read_state, write_anchor, write_state
 from ps_diloco.env import Env
 from ps_diloco.errors import FormatError, IntegrityError, NonFinite, NotFound
 from ps_diloco.hashing import fragment_hash, tree_hash
@@ -303,3 +303,62 @@ def test_a_chain_of_another_fragment_or_version_is_refused() -> None:
     foreign = good.deltas[0].object.model_copy(update={"key": "units/u/x.shard"})
     with pytest.raises(FormatError, match="another fragment's"):
         check_chain(good.model_copy(update={"deltas": (good.deltas[0].model_copy(update={"object": foreign}), good.deltas[1])}), 0)
+
+
+# the cheaper way
+
+
+def _sized(anchor: int, anchor_size: int, first: int, to: int, delta_size: int) -> FragmentEntry:
+    digest = "0" * 64
+    return FragmentEntry(
+        fragment_version=to,
+        sha256=digest,
+        anchor=Anchor(fragment_version=anchor, objects=(Ref(key="a", size=anchor_size, sha256=digest),)),
+        deltas=tuple(
+            Delta(fragment_version=version, sha256=digest, object=Ref(key="d", size=delta_size, sha256=digest))
+            for version in range(first, to + 1)
+        ),
+        state=None,
+        tokens=0.0,
+        rounds={},
+        weights=(),
+        masses=(),
+    )
+
+
+@pytest.mark.parametrize(
+    ("held", "from_held", "read", "size"),
+    [
+        (None, False, [41, 42], 400 + 2 * 100),  # whoever has nothing begins with the anchor
+        (42, True, [], 0),
+        (40, True, [41, 42], 2 * 100),
+        (37, True, [38, 39, 40, 41, 42], 5 * 100),
+        (35, False, [41, 42], 400 + 2 * 100),  # seven deltas would be more
+        (19, False, [41, 42], 400 + 2 * 100),  # before the chain
+        (43, False, [41, 42], 400 + 2 * 100),  # from the future
+    ],
+)
+def test_a_fragment_is_read_by_deltas_or_from_the_anchor_whichever_is_less(
+    held: int | None, from_held: bool, read: list[int], size: int
+) -> None:
+    mega = 10 << 20
+    plan = plan_read(_sized(40, 400 * mega, 21, 42, 100 * mega), held)
+    assert (plan.from_held, [delta.fragment_version for delta in plan.deltas], plan.size) == (from_held, read, size * mega)
+
+
+def test_requests_count_too() -> None:
+    """Twelve tiny deltas are twelve round trips; a tiny anchor and what follows it are fewer."""
+    assert plan_read(_sized(40, 100, 21, 42, 10), 38).from_held is False
+    assert plan_read(_sized(40, 100, 21, 42, 10), 39).from_held is True
+
+
+def test_every_way_leads_to_the_same_bits(chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ps_diloco.checkpoint, "REQUEST_BYTES", 0)
+    for _ in range(20):
+        chain.grow("int8")
+    entry = chain.entry(26, write_anchor(chain.run, _place(26), chain.values[26]), 1)
+    assert {plan_read(entry, held).from_held for held in range(27)} == {False, True}
+    for held in range(27):
+        _shards_read(chain)
+        assert same(read_fragment(chain.run, entry, 0, held=(held, chain.values[held])), chain.values[26])
+        assert (_shards_read(chain) == [-1]) == (not plan_read(entry, held).from_held)
