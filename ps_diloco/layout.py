@@ -68,6 +68,10 @@ class FragmentSize(_Part):
 
 ROLE_ARRAY: dict[str, str] = {"parameter": "elements", "float_buffer": "floats", "int_buffer": "ints", "frozen": "frozen"}
 
+_FLOATS = frozenset(str(dtype).removeprefix("torch.") for dtype in FLOATS)
+_INTEGERS = frozenset(str(dtype).removeprefix("torch.") for dtype in INTEGERS)
+DTYPES: dict[Role, frozenset[str]] = {"parameter": _FLOATS, "float_buffer": _FLOATS, "int_buffer": _INTEGERS, "frozen": _FLOATS}
+
 
 class Layout(_Part):
     """Every stored tensor of a model, each element in exactly one place."""
@@ -81,6 +85,8 @@ class Layout(_Part):
         names: set[str] = set()
         for entry in self.entries:
             place = (entry.fragment, ROLE_ARRAY[entry.role])
+            if entry.dtype not in DTYPES[entry.role]:
+                raise ValueError(f"entry {entry.name!r} has a dtype that its role does not have")
             if entry.offset != ends.get(place, 0):
                 raise ValueError(f"entry {entry.name!r} leaves a gap or overlaps")
             ends[place] = entry.offset + entry.size
