@@ -163,7 +163,7 @@ def test_a_snapshot_is_its_takers_alone_until_it_is_given_back() -> None:
     binding = _bound(model, 2)
     held = [binding.snapshot(fragment) for fragment in (0, 1, 0)]
     kept = [value.clone() for value in held]
-    binding.add(0, torch.ones(16))
+    binding.add(0, torch.ones(binding.layout.fragments[0].elements))
     binding.recycle(binding.snapshot(0))
     binding.snapshot(1)  # into the memory that was given back
     assert all(value.sha256() == copy.sha256() for value, copy in zip(held, kept, strict=True))
