@@ -17,12 +17,18 @@ from typing import Annotated, Literal
 import torch
 from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ps_diloco.errors import LayoutError
 
 FRAGMENTS_MAX = 64
 ELEMENTS_MAX = 2**36
 WRAPPERS = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.")
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+"""What float32 holds exactly, and training uses."""
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.bool)
+"""What int64 holds exactly."""
+ONE_RANK = "keep each unit's parameters whole, on one rank; more GPUs can be more units"
 Role = Literal["parameter", "float_buffer", "int_buffer", "frozen"]
 Size = Annotated[int, Field(ge=0, le=ELEMENTS_MAX)]
 
@@ -62,6 +68,10 @@ class FragmentSize(_Part):
 
 ROLE_ARRAY: dict[str, str] = {"parameter": "elements", "float_buffer": "floats", "int_buffer": "ints", "frozen": "frozen"}
 
+_FLOATS = frozenset(str(dtype).removeprefix("torch.") for dtype in FLOATS)
+_INTEGERS = frozenset(str(dtype).removeprefix("torch.") for dtype in INTEGERS)
+DTYPES: dict[Role, frozenset[str]] = {"parameter": _FLOATS, "float_buffer": _FLOATS, "int_buffer": _INTEGERS, "frozen": _FLOATS}
+
 
 class Layout(_Part):
     """Every stored tensor of a model, each element in exactly one place."""
@@ -75,6 +85,8 @@ class Layout(_Part):
         names: set[str] = set()
         for entry in self.entries:
             place = (entry.fragment, ROLE_ARRAY[entry.role])
+            if entry.dtype not in DTYPES[entry.role]:
+                raise ValueError(f"entry {entry.name!r} has a dtype that its role does not have")
             if entry.offset != ends.get(place, 0):
                 raise ValueError(f"entry {entry.name!r} leaves a gap or overlaps")
             ends[place] = entry.offset + entry.size
@@ -124,8 +136,9 @@ def plain_name(name: str) -> str:
 def stored_tensors(model: nn.Module) -> dict[str, tuple[torch.Tensor, tuple[str, ...], bool]]:
     """name -> (tensor, aliases, is an embedding) for parameters and persistent buffers, ties found by shared storage.
 
-    Raises :class:`LayoutError` for tensors that cannot be exchanged (partly overlapping storage, complex, meta, equal plain names).
+    Raises :class:`LayoutError` for tensors that cannot be exchanged (partly overlapping storage, sharded, complex, float64, meta, equal plain names).
     """
+    _refuse_flat_shards(model)
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     found: dict[str, tuple[torch.Tensor, list[str], bool]] = {}
     by_storage: dict[tuple[object, ...], str] = {}
@@ -133,8 +146,7 @@ def stored_tensors(model: nn.Module) -> dict[str, tuple[torch.Tensor, tuple[str,
     named = [*model.named_parameters(remove_duplicate=False), *_persistent_buffers(model)]
     for raw_name, tensor in named:
         name = plain_name(raw_name)
-        if tensor.is_meta or tensor.is_complex() or tensor.layout is not torch.strided:
-            raise LayoutError("a tensor of this kind cannot be exchanged", name=name, dtype=tensor.dtype, device=tensor.device)
+        _refuse_what_cannot_be_exchanged(name, tensor)
         pointer = tensor.untyped_storage().data_ptr()
         place = (pointer, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
         if tensor.numel() and place in by_storage:
@@ -160,6 +172,44 @@ def stored_tensors(model: nn.Module) -> dict[str, tuple[torch.Tensor, tuple[str,
     if not any(role_of(tensor) == "parameter" and tensor.numel() for tensor, _, _ in found.values()):
         raise LayoutError("the model has no trainable parameter")
     return {name: (tensor, tuple(aliases), embedding) for name, (tensor, aliases, embedding) in found.items()}
+
+
+def _refuse_what_cannot_be_exchanged(name: str, tensor: torch.Tensor) -> None:
+    """Only ordinary tensors of dtypes that the bucket's float32 and int64 hold exactly: nothing is rounded without a word."""
+    if is_lazy(tensor):
+        raise LayoutError("a parameter has no shape yet", name=name, remedy="run one batch through the model first")
+    if hasattr(tensor, "placements"):
+        raise LayoutError(
+            "a parameter is sharded over ranks (DTensor), and units of several ranks are not supported yet",
+            name=name,
+            placements=tensor.placements,
+            remedy=ONE_RANK,
+        )
+    if tensor.is_meta or tensor.is_complex() or tensor.layout is not torch.strided or hasattr(tensor, "__tensor_flatten__"):
+        raise LayoutError(
+            "a tensor of this kind cannot be exchanged", name=name, dtype=tensor.dtype, device=tensor.device, type=type(tensor).__name__
+        )
+    if tensor.dtype not in (*FLOATS, *INTEGERS):
+        trains = role_of(tensor) == "parameter"
+        raise LayoutError(
+            "a tensor has a dtype that is not exchanged: the bucket holds float32 and int64",
+            name=name,
+            dtype=tensor.dtype,
+            known=" ".join(str(dtype).removeprefix("torch.") for dtype in (*FLOATS, *INTEGERS)),
+            remedy="convert it to one of these"
+            + ("" if trains else ", or make it a buffer with persistent=False: then it is outside the run, and every unit has its own"),
+        )
+
+
+def _refuse_flat_shards(model: nn.Module) -> None:
+    """The older FSDP has ordinary tensors, each a part of several parameters or of one."""
+    for path, module in model.named_modules():
+        if type(module).__name__ == "FullyShardedDataParallel":
+            raise LayoutError(
+                "a module is sharded over ranks (FSDP), and units of several ranks are not supported yet",
+                module=path or "the model",
+                remedy=ONE_RANK,
+            )
 
 
 def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -109,7 +109,7 @@ def create_run(
     written to a store that ignores create-if-absent.
     """
     layout = build_layout(model, create.num_fragments)
-    _check_values(model, layout)
+    _check_values(model)
     probe_store(store, env)
     home = settings.regions[0].name
     wanted = Run(
@@ -214,9 +214,8 @@ def _version_zero(run: OpenRun, model: nn.Module) -> Manifest:
     )
 
 
-def _check_values(model: nn.Module, layout: Layout) -> None:
+def _check_values(model: nn.Module) -> None:
     """Refuse a model that could not be version 0, before anything is written."""
-    ModelBinding(model, layout)
     for name, (tensor, _, _) in stored_tensors(model).items():
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             raise LayoutError(

@@ -23,6 +23,9 @@ def export(
     run: RunUrl,
     out: Annotated[Path, typer.Argument(help="File to write: .safetensors, or .pt for a plain PyTorch state dict.")],
     version: Annotated[str | None, typer.Option("--version", help="Which version, as 12 or 0:12; default: the newest.")] = None,
+    float32: Annotated[
+        bool, typer.Option("--float32", help="Parameters of a bfloat16 or float16 model as the run keeps them, not rounded to its dtype.")
+    ] = False,
     force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
 ) -> None:
     """Write the weights of a version to a file that fits the model's load_state_dict. Every hash is checked on the way."""
@@ -38,7 +41,7 @@ def export(
     if chosen is None:
         raise NotFound("the run has no such version", version=version, newest=head.record.version)
     with progress(len(chosen.record.fragments), f"reading version {chosen.record.version}") as bar:
-        weights = read_weights(opened, chosen.record, on_fragment=lambda: bar.advance(bar.task_ids[0]))
+        weights = read_weights(opened, chosen.record, float32=float32, on_fragment=lambda: bar.advance(bar.task_ids[0]))
     partial = out.with_name(out.name + ".partial")
     if out.suffix == ".safetensors":
         about = {"run_id": opened.run_id, "version": f"{chosen.record.timeline}:{chosen.record.version}", "manifest": chosen.sha256}

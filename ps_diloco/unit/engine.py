@@ -102,11 +102,14 @@ class Engine:
         outbox: Outbox,
         *,
         on_error: Callable[[BaseException], None],
+        recycle: Callable[[FragmentValue], None] = lambda snapshot: None,
     ) -> None:
+        """``recycle`` gets every snapshot that was posted, once nothing reads its ``params`` any more; on the engine's thread."""
         self._layout = layout
         self._identity = identity
         self._outbox = outbox
         self._on_error = on_error
+        self._recycle = recycle
         self._newest = first
         self._states = [
             FragmentState.begin(
@@ -205,14 +208,19 @@ class Engine:
                 pending = state.cut(event.snapshot, tokens=event.tokens, steps=event.steps, inner_steps=event.inner_steps, loss=event.loss)
             except NonFinite as error:
                 raise self._explained(event, error) from None
+            self._recycle(event.snapshot)
             self._count(event.fragment)
             self._outbox.put(pending)
         elif isinstance(event, Adopted):
             self._states[event.fragment].adopted(event.before, event.lost_tokens)
+            if event.before is not None:
+                self._recycle(event.before)
             self.adopted_tokens[event.fragment] = self._offered_tokens[event.fragment]
             self._settle(event.fragment)
         elif isinstance(event, Left):
             self._states[event.fragment].leave(event.before, event.lost_tokens)
+            if event.before is not None:
+                self._recycle(event.before)
             self._count(event.fragment)
         elif isinstance(event, News):
             self._take_news(event)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ps_diloco import __version__, keys
 from ps_diloco.binding import ModelBinding
@@ -57,7 +58,7 @@ def join(
 ) -> Unit:
     """Join the run at ``run_url`` as ``unit``: load its newest version into ``model``, start publishing and pulling in the background.
 
-    ``model`` is the model of the run, with float32 parameters; ``optimizer`` the inner one, whose state is saved and, after a restart, restored.
+    ``model`` is the model of the run; ``optimizer`` the inner one, whose state is saved and, after a restart, restored.
     ``extra`` returns what else a restart needs, as JSON (a data cursor); it comes back as ``unit.restored``. ``take_over`` joins without looking whether
     another process lives under this name. ``store`` and ``env`` are for tests and for stores with settings of their own. Does I/O, on the calling thread.
 
@@ -69,6 +70,7 @@ def join(
     run = open_run(counting, env)
     check_same_layout(run.layout, build_layout(model, len(run.layout.fragments)))
     binding = ModelBinding(model, run.layout)
+    _warn_of_replicas(model)
     if optimizer is not None and not any(parameter in binding.names for group in optimizer.param_groups for parameter in group["params"]):
         raise ConfigError("the optimizer has none of the model's parameters", optimizer=type(optimizer).__name__)
     if extra is not None:
@@ -103,7 +105,7 @@ def join(
     errors: list[BaseException] = []
     link = Link(env, stop, url=run.store.url)
     outbox = Outbox(run, identity, link, stop, on_error=errors.append)
-    engine = Engine(run.layout, settings, identity, first, outbox, on_error=errors.append)
+    engine = Engine(run.layout, settings, identity, first, outbox, on_error=errors.append, recycle=binding.recycle)
     saver = Saver(replace(run, store=counting.inner), identity, outbox, link, stop, on_error=errors.append)
 
     def on_news(news: News) -> None:
@@ -136,6 +138,18 @@ def join(
     for part in (outbox, engine, saver, puller):
         part.start()
     return joined[0]
+
+
+def _warn_of_replicas(model: nn.Module) -> None:
+    """DistributedDataParallel averages gradients, and a correction is none: the replicas of the other ranks would drift away without a word."""
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel) and module.process_group.size() > 1:
+            log.warning(
+                "this model is one of %d replicas, and corrections reach this one only: join on rank 0 alone, and after every unit.step "
+                "broadcast the model's state_dict and unit.done from there",
+                module.process_group.size(),
+            )
+            return
 
 
 def _region(run: OpenRun, settings: RunSettings, wanted: str | None) -> str:

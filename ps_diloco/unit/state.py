@@ -135,7 +135,7 @@ class FragmentState:
         return self.account.produced - math.fsum((self.account.merged, undecided, kept, self.account.decayed, self.account.discarded))
 
     def cut(self, snapshot: FragmentValue, *, tokens: int, steps: int, inner_steps: int, loss: float | None) -> Pending:
-        """d = r - snapshot; x = beta e + b + d; q = decode(encode(x)); e <- x - q; D = d + C; r <- snapshot. Keeps ``snapshot.params``.
+        """d = r - snapshot; x = beta e + b + d; q = decode(encode(x)); e <- x - q; D = d + C; r <- snapshot. Keeps the snapshot's buffers, not its ``params``.
 
         Raises :class:`NonFinite` when the local parameters are NaN or infinite; the state is unchanged then.
         """
@@ -169,7 +169,7 @@ class FragmentState:
         )
         self.returned = self.carry = None
         self.carried_tokens = self.carried_steps = 0
-        self.reference = snapshot.params
+        self.reference.copy_(snapshot.params)
         self.base = self.held
         self.undecided.append(pending)
         return pending

@@ -149,7 +149,7 @@ class Unit:
         if final is not None and not self._done:
             self._done = self._inside = True
             for fragment, value in enumerate(final.values):
-                before, span = self._binding.snapshot(fragment), self._spans[fragment]
+                before, span = self._binding.snapshot(fragment, frozen=False), self._spans[fragment]
                 self._binding.replace(fragment, value)
                 self._parts.engine.post(Left(fragment=fragment, before=before, lost_tokens=span.tokens))
                 span.clear()
@@ -262,7 +262,7 @@ class Unit:
                 self._binding.adopt_buffers(fragment, correction.value.floats, correction.value.ints)
                 engine.post(Adopted(fragment=fragment))
                 continue
-            before, lost = self._binding.snapshot(fragment), span.tokens
+            before, lost = self._binding.snapshot(fragment, frozen=False), span.tokens
             self._binding.replace(fragment, correction.value)
             engine.post(Adopted(fragment=fragment, before=before, lost_tokens=lost))
             span.clear()
@@ -297,7 +297,7 @@ class Unit:
             if span.steps and self._parts.engine.can_cut(fragment):
                 self._cut(fragment)
             elif span.steps:
-                kept[fragment] = self._binding.snapshot(fragment).params
+                kept[fragment] = self._binding.snapshot(fragment, frozen=False).params
         return kept
 
     def _cut(self, fragment: int) -> None:
@@ -306,7 +306,7 @@ class Unit:
         self._parts.engine.post(
             Cut(
                 fragment=fragment,
-                snapshot=self._binding.snapshot(fragment),
+                snapshot=self._binding.snapshot(fragment, frozen=False),
                 tokens=span.tokens,
                 steps=span.steps,
                 inner_steps=self.inner_steps,

@@ -66,14 +66,23 @@ def wait_until(holds: Callable[[], bool], what: str = "") -> None:
 
 
 def plain_settings(
-    *, sync_every: int = 2, codec: str = "none", decay: float = 1.0, warmup: int | None = 0, state_every_cuts: int = 0, **more: Any
+    *,
+    sync_every: int = 2,
+    codec: str = "none",
+    decay: float = 1.0,
+    warmup: int | None = 0,
+    state_every_cuts: int = 0,
+    pull_codec: str = "none",
+    lr: float = 1.0,
+    momentum: float = 0.0,
+    **more: Any,
 ) -> RunSettings:
     """No outer momentum, outer learning rate 1, nothing quantised: the global value moves by the mean of what is merged."""
     return RunSettings(
-        outer=OuterSettings(lr=1.0, momentum=0.0),
+        outer=OuterSettings(lr=lr, momentum=momentum),
         merge=MergeSettings(staleness_power=0.0),
         push=PushSettings.model_validate({"codec": codec, "error_feedback_decay": decay}),
-        pull=PullSettings(codec="none", anchor_every=4),
+        pull=PullSettings.model_validate({"codec": pull_codec, "anchor_every": 4}),
         unit=UnitSettings(sync_every=sync_every, join_warmup_steps=warmup, state_every_cuts=state_every_cuts),
         **more,
     )
@@ -143,7 +152,7 @@ class Scene:
 
     def open(self, name: str = "a", *, model: nn.Module | None = None, store: Store | None = None, **options: Any) -> Trainer:
         """Join; the caller closes."""
-        model = model or self.model()
+        model = self.model() if model is None else model
         options.setdefault("env", fast_env())
         options.setdefault("poll_s", 0.5)
         options.setdefault("heartbeat_s", 2.0)

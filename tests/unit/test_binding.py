@@ -99,6 +99,91 @@ def test_empty_and_transposed_tensors_go_through() -> None:
     assert value.params.tolist() == [0.0, 3.0, 1.0, 4.0, 2.0, 5.0]  # row-major order of the parameter
     binding.add(0, torch.arange(6.0))
     assert model.turned.tolist() == [[0.0, 4.0], [3.0, 7.0], [6.0, 10.0]]
+    binding.replace(0, value)
+    assert model.turned.tolist() == [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]] and model.turned.stride() == (1, 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parameters_in_channels_last_order_are_laid_out_as_all_others_are(dtype: torch.dtype) -> None:
+    plain = nn.Conv2d(3, 4, 2).to(dtype)
+    last = nn.Conv2d(3, 4, 2).to(dtype)
+    last.load_state_dict(plain.state_dict())
+    last = last.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    assert not last.weight.is_contiguous()
+    pair = [_bound(model) for model in (plain, last)]
+    assert pair[0].layout == pair[1].layout
+    assert pair[0].snapshot(0).sha256() == pair[1].snapshot(0).sha256()
+    for binding in pair:
+        binding.add(0, torch.arange(float(binding.layout.elements)))
+    assert torch.equal(plain.weight, last.weight) and not last.weight.is_contiguous()
+    assert pair[0].snapshot(0).sha256() == pair[1].snapshot(0).sha256()
+
+
+def test_a_parameter_with_new_storage_is_followed_and_one_of_another_shape_or_type_is_refused() -> None:
+    model = nn.Linear(2, 1, bias=False)
+    binding = _bound(model)
+    model.weight = nn.Parameter(torch.tensor([[5.0, 6.0]]))
+    assert binding.snapshot(0).params.tolist() == [5.0, 6.0]
+    for strange in (torch.zeros(2, 1), torch.zeros(1, 2, dtype=torch.bfloat16)):
+        model.weight = nn.Parameter(strange)
+        with pytest.raises(LayoutError, match="name=weight"):
+            binding.snapshot(0)
+    del model.weight
+    with pytest.raises(LayoutError, match="name=weight now=None"):
+        binding.add(0, torch.zeros(2))
+
+
+def test_a_parameter_frozen_later_stands_still_and_follows_the_run() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    binding = _bound(model)
+    before = binding.snapshot(0)
+    model[0].requires_grad_(False)
+    assert binding.snapshot(0).sha256() == before.sha256()
+    binding.add(0, torch.ones(12))
+    assert torch.equal(binding.snapshot(0).params, before.params + 1.0)
+    assert not model[0].weight.requires_grad
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_training_what_the_run_holds_frozen_is_an_error_and_not_lost_work(frozen: bool) -> None:
+    model = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 2))
+    binding = _bound(model)
+    model[0].requires_grad_(True)
+    with pytest.raises(LayoutError, match=r"name=0\.weight.*freeze it again"):
+        binding.snapshot(0, frozen=frozen)
+    model[0].requires_grad_(False)
+    assert binding.snapshot(0, frozen=frozen).frozen.numel() == (6 if frozen else 0)
+
+
+# memory that goes round
+
+
+def test_a_snapshot_is_its_takers_alone_until_it_is_given_back() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    binding = _bound(model, 2)
+    held = [binding.snapshot(fragment) for fragment in (0, 1, 0)]
+    kept = [value.clone() for value in held]
+    binding.add(0, torch.ones(binding.layout.fragments[0].elements))
+    binding.recycle(binding.snapshot(0))
+    binding.snapshot(1)  # into the memory that was given back
+    assert all(value.sha256() == copy.sha256() for value, copy in zip(held, kept, strict=True))
+
+
+def test_memory_is_used_again_by_a_fragment_of_any_size_and_only_two_buffers_are_kept() -> None:
+    binding = _bound(nn.ParameterList([torch.ones(5), torch.ones(3)]), 2)
+    sizes = [fragment.elements for fragment in binding.layout.fragments]
+    first = binding.snapshot(0)
+    place = first.params.data_ptr()
+    binding.recycle(first)
+    second = binding.snapshot(1)
+    assert second.params.data_ptr() == place and [first.params.numel(), second.params.numel()] == sizes
+    many = [second, *(binding.snapshot(0) for _ in range(4))]
+    for value in many:
+        binding.recycle(value)
+    assert len(binding._host._free) == 2
+    foreign = torch.zeros(sizes[0] + 100)
+    binding._host.give(foreign[: sizes[0]])  # not ours
+    assert all(binding.snapshot(0).params.data_ptr() != foreign.data_ptr() for _ in range(3))
 
 
 def test_autograd_does_not_notice_a_correction() -> None:
@@ -111,26 +196,6 @@ def test_autograd_does_not_notice_a_correction() -> None:
         optimizer.step()
         binding.add(0, torch.ones(3))
     assert model.weight.requires_grad and model.weight.is_leaf and model.weight.grad is not None
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_trainable_parameters_of_another_type_are_refused_with_a_remedy(dtype: torch.dtype) -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).to(dtype))
-    with pytest.raises(LayoutError) as caught:
-        _bound(model)
-    assert caught.value.facts["name"] == "1.weight" and "autocast" in caught.value.remedy
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_frozen_parameters_of_a_short_type_come_back_exactly(dtype: torch.dtype) -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).to(dtype).requires_grad_(False))
-    binding = _bound(model)
-    before = model[1].weight.detach().clone()
-    value = binding.snapshot(0)
-    with torch.no_grad():
-        model[1].weight.zero_()
-    binding.replace(0, value)
-    assert torch.equal(model[1].weight.detach(), before) and model[1].weight.dtype == dtype
 
 
 def test_each_fragment_touches_only_its_own_tensors() -> None:

@@ -13,7 +13,8 @@ import torch
 from ps_diloco.errors import Fenced, InvariantViolation, NonFinite
 from ps_diloco.fragment import FragmentValue
 from ps_diloco.records import UNDECIDED_MAX, Stored, UnitEntry
-from ps_diloco.unit.engine import Adopted, Cut, Engine, Residuals, Restart, Save
+from ps_diloco.shard import decode_section
+from ps_diloco.unit.engine import Adopted, Cut, Engine, Left, Residuals, Restart, Save
 from ps_diloco.unit.outbox import Identity
 from ps_diloco.unit.puller import News, read_news
 from ps_diloco.unit.state import Correction, Pending
@@ -49,9 +50,15 @@ class Rig:
         self.errors: list[BaseException] = []
         settings = plain_settings(codec=codec)
         layout = self.scene.run.layout
-        self.engine = Engine(layout, settings, WHO, self.first, self.shelf, on_error=self.errors.append)  # type: ignore[arg-type]
+        self.recycled = 0
+        self.engine = Engine(layout, settings, WHO, self.first, self.shelf, on_error=self.errors.append, recycle=self._recycle)  # type: ignore[arg-type]
         self.theta = [value.params.clone() for value in self.first.values]
         self.version = 0
+
+    def _recycle(self, snapshot: FragmentValue) -> None:
+        """As if the next snapshot were written there at once."""
+        self.recycled += 1
+        snapshot.params.fill_(float("nan"))
 
     def news(
         self,
@@ -146,6 +153,22 @@ def test_a_cut_goes_to_the_outbox_and_its_tokens_count_as_unmerged() -> None:
         assert rig.settled()[1] == 2
         assert [pending.fragment for pending in rig.shelf.pendings] == [0, 2]
         assert rig.engine.unmerged_tokens() == [11, 0, 5] and rig.engine.undecided() == 2
+
+
+def test_every_snapshot_is_given_back_once_nothing_reads_it_any_more() -> None:
+    with _running() as rig:
+        rig.cut(work=-1.0)
+        rig.cut(work=-2.0)
+        residuals, _ = rig.settled()
+        rig.engine.post(Restart())
+        rig.settled()
+        rig.apply(rig.engine.take_corrections())
+        before = dataclasses.replace(rig.first.values[0].clone(), params=rig.theta[0].clone())
+        rig.engine.post(Left(fragment=0, before=before, lost_tokens=0))
+        rig.settled()
+        assert rig.recycled == 4 and rig.balanced
+        sent = [decode_section(pending.section) for pending in rig.shelf.pendings]
+        assert [payload.unique().tolist() for payload in sent] == [[1.0], [2.0]] and not residuals[0].any()
 
 
 def test_a_third_undecided_cut_of_a_fragment_is_not_allowed_until_one_is_decided() -> None:

@@ -167,6 +167,37 @@ def test_without_error_feedback_small_values_never_arrive_and_the_account_says_s
     assert abs(unit.state.balance()) < 1e-3
 
 
+@pytest.mark.parametrize("codec", ["none", "bf16", "int8", "int4"])
+@pytest.mark.parametrize(
+    "step",
+    [[1e-12] * 4, [1e6, 1e-6, -1e-6, 1e-6], [1e-30] * 4, [1e-30, -3e-31, 0.0, 1e-33]],
+    ids=["tiny", "one large", "at the smallest scale", "below it"],
+)
+def test_tiny_values_are_kept_until_they_are_large_enough_to_be_sent(step: list[float], codec: str) -> None:
+    """Sent and kept is what was produced, element by element; and without the large value all of it arrives."""
+    unit = Lone(elements=4, codec=codec)
+    unit.state.reference.zero_()
+    unit.theta.zero_()
+    moved, sent = torch.tensor(step), torch.zeros(4, dtype=torch.float64)
+
+    def round_of(work: torch.Tensor) -> None:
+        unit.work(-work)
+        pending = unit.publish()
+        sent.add_(payload_of(pending).double())
+        unit.merge(pending)
+        unit.world.copy_(unit.theta)  # so that local values never differ from what was produced
+        unit.sync()
+
+    for _ in range(40):
+        round_of(moved)
+    produced = 40 * moved.double()
+    torch.testing.assert_close(sent + unit.state.residual.double(), produced, rtol=2e-5, atol=0.0)
+    for _ in range(200):
+        round_of(torch.zeros(4))
+    below = {"none": 0.0, "bf16": 0.0, "int8": 127 * 2.0**-100, "int4": 7 * 2.0**-100}[codec]  # the smallest scale, format §5.9
+    torch.testing.assert_close(sent, produced, rtol=2e-5, atol=below)
+
+
 # take-back
 
 
