@@ -95,7 +95,8 @@ def other_ways(values_F: torch.Tensor) -> dict[str, tuple[Callable[[], bytes], C
         return buffer.getvalue()
 
     def load(data: bytes) -> torch.Tensor:
-        return torch.load(io.BytesIO(data), weights_only=True).to(torch.float32)
+        loaded: torch.Tensor = torch.load(io.BytesIO(data), weights_only=True)
+        return loaded.to(torch.float32)
 
     def blosc_encode(dtype: torch.dtype) -> bytes:
         converted = values_F.to(dtype).view(torch.int16 if dtype == torch.bfloat16 else torch.int32).numpy()

@@ -276,10 +276,10 @@ class Stages:
             self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
             self.calls[stage] = self.calls.get(stage, 0) + 1
 
-    def rows(self, whole_s: float, *, rest: str = "everything else", scale: float = 1.0) -> list[tuple[Cell, ...]]:
+    def rows(self, whole_s: float, *, rest: str = "everything else") -> list[tuple[str, float, str]]:
         """(stage, seconds, share) with the largest first, and what of ``whole_s`` no stage accounts for."""
         found = [*self.seconds.items(), (rest, whole_s - sum(self.seconds.values()))]
-        return [(stage, seconds * scale, f"{seconds / whole_s:.1%}") for stage, seconds in sorted(found, key=lambda pair: -pair[1])]
+        return [(stage, seconds, f"{seconds / whole_s:.1%}") for stage, seconds in sorted(found, key=lambda pair: -pair[1])]
 
     def _timed(self, original: Any, stage: str) -> Any:
         function = original.__func__ if isinstance(original, staticmethod) else original
@@ -308,11 +308,11 @@ def _resolve(path: str) -> Any:
         return getattr(_resolve(module), name, None) if module else None
 
 
-class Operations(TorchDispatchMode):
+class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Seconds of each torch operation of this thread, as it is called: ``seconds["copy_"]``. Costs some microseconds per operation."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.seconds: dict[str, float] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
