@@ -55,9 +55,10 @@ class Slab(nn.Module):
 
     def __init__(self, elements: int) -> None:
         super().__init__()
+        generator = torch.Generator().manual_seed(0)
         for index in range(min(TENSORS, elements)):
             size = elements // TENSORS + (index < elements % TENSORS)
-            self.register_parameter(f"p{index:03d}", nn.Parameter(torch.full((size,), 0.01)))
+            self.register_parameter(f"p{index:03d}", nn.Parameter(torch.empty(size).normal_(std=0.02, generator=generator)))
 
 
 @lru_cache(maxsize=1)

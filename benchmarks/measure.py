@@ -235,6 +235,7 @@ class Stages:
             ...
         stages.seconds["zstd"]
 
+    A stage named without ``: `` takes the group of the stage that it runs in: ``sha256`` within ``contribution: load`` is ``contribution: sha256``.
     A function that does not exist (any more) is left out and named in ``missing``: its time counts where it is called from. Several threads add up.
     """
 
@@ -276,25 +277,28 @@ class Stages:
             self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
             self.calls[stage] = self.calls.get(stage, 0) + 1
 
-    def rows(self, whole_s: float, *, rest: str = "everything else") -> list[tuple[str, float, str]]:
-        """(stage, seconds, share) with the largest first, and what of ``whole_s`` no stage accounts for."""
-        found = [*self.seconds.items(), (rest, whole_s - sum(self.seconds.values()))]
-        return [(stage, seconds, f"{seconds / whole_s:.1%}") for stage, seconds in sorted(found, key=lambda pair: -pair[1])]
+    def rows(self, whole_s: float, *, rest: str = "everything else", smallest: float = 0.003) -> list[tuple[str, float, str]]:
+        """(stage, seconds, share) with the largest first; ``rest`` is what of ``whole_s`` no stage accounts for, and stages with a smaller share."""
+        found = {stage: seconds for stage, seconds in self.seconds.items() if seconds >= smallest * whole_s}
+        found[rest] = whole_s - sum(found.values())
+        return [(stage, seconds, f"{seconds / whole_s:.1%}") for stage, seconds in sorted(found.items(), key=lambda pair: -pair[1])]
 
     def _timed(self, original: Any, stage: str) -> Any:
         function = original.__func__ if isinstance(original, staticmethod) else original
 
         @functools.wraps(function, updated=())
         def timed(*arguments: Any, **options: Any) -> Any:
-            outer = getattr(self._inside, "spent", 0.0)
-            self._inside.spent = 0.0
+            outer_s, group = getattr(self._inside, "spent_s", 0.0), getattr(self._inside, "group", "")
+            self._inside.spent_s = 0.0
+            if ": " in stage:
+                self._inside.group = stage.partition(": ")[0] + ": "
             begun_s = time.perf_counter()
             try:
                 return function(*arguments, **options)
             finally:
                 spent_s = time.perf_counter() - begun_s
-                self.add(stage, spent_s - self._inside.spent)
-                self._inside.spent = outer + spent_s
+                self.add(stage if ": " in stage else group + stage, spent_s - self._inside.spent_s)
+                self._inside.spent_s, self._inside.group = outer_s + spent_s, group
 
         return staticmethod(timed) if isinstance(original, staticmethod) else timed
 
