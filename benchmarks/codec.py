@@ -158,8 +158,10 @@ def size_text(elements: int) -> str:
     return f"{elements / 1e6:g} M"
 
 
-def measure(report: Report, elements: int, threads: int, codecs: Sequence[str], repeats: int, *, others: bool, split: bool) -> None:
-    values_F = pseudo_gradient(elements)
+def measure(
+    report: Report, values_F: torch.Tensor, threads: int, codecs: Sequence[str], repeats: int, *, others: bool, split: bool
+) -> None:
+    elements = values_F.numel()
     where = f"{size_text(elements)}, {threads} thread{'s' if threads > 1 else ''}"
     read_s = median_s(lambda: values_F.sum(), max(repeats, 5))
     rows: list[tuple[Cell, ...]] = []
@@ -220,16 +222,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     options.add_argument("--params", type=counts, default=[25_000_000, 500_000_000], help="numbers of parameters, with commas between")
     options.add_argument("--codecs", default="int4,int8,bf16,none")
     options.add_argument("--repeats", type=int, default=3)
+    options.add_argument("--size", default="0.8M", help="GPT that gives the pseudo-gradients")
+    options.add_argument("--train-steps", type=int, default=40, help="its inner steps")
     options.add_argument("--threads", type=counts, default=[1, os.cpu_count() or 1], help="numbers of torch threads")
     chosen = options.parse_args(argv)
     codecs = chosen.codecs.split(",")
     assert set(codecs) <= FLOAT_CODECS, codecs
     report = Report.begin("codec", chosen, argv)
     for elements in chosen.params:
+        values_F = pseudo_gradient(elements, size=chosen.size, steps=chosen.train_steps)
         for threads in sorted(set(chosen.threads)):
             with torch_threads(threads):
                 first = threads == min(chosen.threads)
-                measure(report, elements, threads, codecs, chosen.repeats, others=first, split=first and elements == min(chosen.params))
+                measure(report, values_F, threads, codecs, chosen.repeats, others=first, split=first and elements == min(chosen.params))
     report.note(
         "encode: payload, decoded payload, residual, object, hash; decode: hash, checksums, zstd, values; memory for the values is there before"
     )

@@ -157,21 +157,24 @@ def _floor(options: argparse.Namespace) -> dict[str, float]:
     return {"add_s": add_s, "mean_s": mean_s}
 
 
-def child(task: str, directory: Path, **options: object) -> dict[str, Any]:
-    """Run :func:`prepare` or :func:`measure` in a process of its own."""
-    words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
-    command = [sys.executable, "-m", "benchmarks.merge", "--task", task, "--directory", str(directory), *words]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, cwd=ROOT)
-    result: dict[str, Any] = json.loads(done.stdout) if task == "measure" else {}
-    return result
+def words_of(task: str, directory: Path, options: dict[str, object]) -> list[str]:
+    """The command line of a process that does :func:`prepare` or :func:`measure`."""
+    return ["--task", task, "--directory", str(directory), *(f"--{name.replace('_', '-')}={value}" for name, value in options.items())]
+
+
+def child(words: Sequence[str]) -> str:
+    """Run this program in a process of its own; return what it prints."""
+    return subprocess.run(
+        [sys.executable, "-m", "benchmarks.merge", *words], stdout=subprocess.PIPE, text=True, check=True, cwd=ROOT
+    ).stdout
 
 
 def in_directory(options: argparse.Namespace, params: int, units: int, *, memory_only: bool) -> tuple[dict[str, Any], str]:
     with tempfile.TemporaryDirectory(dir=options.directory) as temporary:
         directory = Path(temporary) / "run"
         shared: dict[str, object] = {"params": params, "units": units}
-        child("prepare", directory, **shared, size=options.size, train_steps=options.train_steps)
-        found = child("measure", directory, **shared, threads=options.threads, memory_only=int(memory_only))
+        child(words_of("prepare", directory, shared | {"size": options.size, "train_steps": options.train_steps}))
+        found = json.loads(child(words_of("measure", directory, shared | {"threads": options.threads, "memory_only": int(memory_only)})))
         return found, file_system(Path(temporary))
 
 
