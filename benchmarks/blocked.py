@@ -11,6 +11,7 @@ Negative control: the same exchange done on the training thread (snapshot, encod
 
 from __future__ import annotations
 
+import mmap
 import os
 import statistics
 import subprocess
@@ -18,6 +19,7 @@ import sys
 import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -128,7 +130,7 @@ def moments(size: str, repeats: int) -> Moments:
         adopt_s=statistics.median(adoptions[1:]),
         plain_step_s=statistics.median(plain),
         copy_s=median_s(lambda: copy.copy_(flat), 2 * repeats),
-        fresh_copy_s=median_s(lambda: flat.clone(), 2 * repeats),
+        fresh_copy_s=median_s(lambda: copy_into_fresh(flat), 2 * repeats),
         add_s=median_s(lambda: flat.add_(correction), 2 * repeats),
         naive_s=naive_s,
         naive_rows=naive_rows,
@@ -142,6 +144,13 @@ def train_a_little(model: torch.nn.Module) -> None:
     """Moves every parameter; leaves the model's memory warm, as an optimizer step does."""
     for parameter in model.parameters():
         parameter.add_(torch.randn(()), alpha=1e-3)
+
+
+def copy_into_fresh(flat: torch.Tensor) -> None:
+    """Copy into pages that the operating system has just mapped; an allocator may give back memory that is warm."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.frombuffer(mmap.mmap(-1, 4 * flat.numel()), dtype=torch.float32).copy_(flat)
 
 
 def idle(unit: Unit) -> None:
@@ -290,7 +299,7 @@ def report_moments(report: Report, size: str, found: Moments) -> None:
                 ("the cut, as the training thread sees it", found.cut_s),
                 ("a cut while the engine still takes in an adoption", found.busy_cut_s),
                 ("copy into memory that is there (the floor)", found.copy_s),
-                ("copy into fresh memory (clone)", found.fresh_copy_s),
+                ("copy into fresh memory", found.fresh_copy_s),
                 ("a step of the unit without cut or adoption", found.plain_step_s),
             )
         ],
@@ -359,6 +368,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             report.note(f"{size}: bucket in a directory on {file_system(Path(directory))}, batch of {chosen.batch_size}, one torch thread")
         report_speed(report, size, found)
     torch.set_num_threads(threads)
+    if not chosen.pairs:
+        report.end()
+        return
     shares = "the unit with its background threads has one core, the aggregator process another one"
     report.note(shares if chosen.placement == "apart" else "unit, background threads and aggregator process share all cores")
     report.end()

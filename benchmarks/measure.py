@@ -328,10 +328,11 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def fresh_bytes(call: Callable[[], object]) -> int:
-    """Memory that the operating system had to map for ``call``: page faults, each of which costs about as much as copying its page several times."""
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    """Memory that the operating system had to map for ``call`` in this thread: page faults, each as dear as copying its page several times."""
+    who = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)
+    before = resource.getrusage(who).ru_minflt
     call()
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) * resource.getpagesize()
+    return (resource.getrusage(who).ru_minflt - before) * resource.getpagesize()
 
 
 def peak_rss_bytes() -> int:
