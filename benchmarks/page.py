@@ -16,6 +16,10 @@ from benchmarks.measure import ROOT, cell_text
 
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "performance.md"
+ROWS_MAX = 10
+"""Of a table of stages, on the page. The file has all."""
+FILE_ONLY = ("Torch operations", "Stages of the naive")
+"""Titles of tables that are in the file only."""
 BLOCK = re.compile(r"(<!-- figures (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -23,18 +27,21 @@ def table(found: dict[str, Any]) -> str:
     """A table as Markdown."""
     columns = found["columns"]
     lines = ["| " + " | ".join(columns) + " |", "|" + "|".join(["---"] + ["---:"] * (len(columns) - 1)) + "|"]
-    lines += ["| " + " | ".join(cell_text(cell) for cell in row) + " |" for row in found["rows"]]
+    rows = found["rows"][:ROWS_MAX] if found["title"].startswith("Stages") else found["rows"]
+    lines += ["| " + " | ".join(cell_text(cell) for cell in row) + " |" for row in rows]
+    if len(rows) < len(found["rows"]):
+        lines.append(f"| {len(found['rows']) - len(rows)} smaller ones" + " |" * len(columns))
     return "\n".join(lines)
 
 
 def block(result: dict[str, Any]) -> str:
-    """All that one run found: command, figures, machine, and the other tables folded."""
+    """What one run found: command, figures, machine, and the other tables folded."""
     first, *others = result["tables"]
     parts = []
     if result["provisional"]:
         parts.append("**Provisional**: the machine was not quiet; to be replaced by a run of this command on a quiet one.")
     parts += [f"`{result['command']}`", table(first), ", ".join(f"{name} {value}" for name, value in result["machine"].items())]
-    folded = [f"{other['title']}\n\n{table(other)}" for other in others]
+    folded = [f"{other['title']}\n\n{table(other)}" for other in others if not other["title"].startswith(FILE_ONLY)]
     folded += ["\n".join(f"- {note}" for note in result["notes"])]
     parts.append("<details><summary>Where the time goes, and the rest</summary>\n\n" + "\n\n".join(folded) + "\n\n</details>")
     return "\n\n".join(parts) + "\n"
