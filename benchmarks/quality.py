@@ -3,8 +3,8 @@
 Units of unequal speed train real models on real text. Cuts, codecs, merge, outer step and corrections are the project's own functions; only time, network
 and bucket are simulated (a latency up and one down). With ``--baselines`` the same run prints one unit alone, and synchronous data-parallel training.
 
-    python benchmarks/quality.py --tokens 1200000 --baselines
-    python benchmarks/quality.py --set merge.round_tokens=20480 --set merge.merge_at_least=0     # negative control: every arrival counts as a whole round
+    python -m benchmarks.quality --tokens 1200000 --baselines
+    python -m benchmarks.quality --set merge.round_tokens=20480 --set merge.merge_at_least=0     # negative control: every arrival counts as a whole round
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import argparse
 import heapq
 import itertools
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -220,7 +221,7 @@ class Simulation:
             state.settle(lambda seq: "merged" if seq in merged else None, value, base(version))
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=1_200_000)
     parser.add_argument("--speeds", default="0.16,0.18,0.22,0.31", help="seconds per inner step of each unit")
@@ -229,7 +230,7 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], help="a run setting, section.name=value")
     parser.add_argument("--program", action="append", default=[], help="a setting of the training program")
     parser.add_argument("--baselines", action="store_true")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     torch.set_num_threads(1)
     values: dict[str, Any] = {"unit": {"sync_every": 20}}
     program_values: dict[str, Any] = {"train": {"threads": 1}}
