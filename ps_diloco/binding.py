@@ -36,8 +36,9 @@ class _Bound:
     entry: LayoutEntry
     shape: torch.Size
     dtype: torch.dtype
+    offset: int
     strides: tuple[int, ...]
-    """Of its place in the array of its role: row-major."""
+    """Of its place in the array of its role, from ``offset`` on: row-major."""
     holder: dict[str, torch.Tensor | None]
     """``_parameters`` or ``_buffers`` of its module."""
     name: str
@@ -78,7 +79,7 @@ class ModelBinding:
         for entry in layout.entries:
             holder, name = holders[entry.name]
             strides = torch.empty(entry.shape, device="meta").stride()
-            bound = _Bound(entry, torch.Size(entry.shape), getattr(torch, entry.dtype), strides, holder, name)
+            bound = _Bound(entry, torch.Size(entry.shape), getattr(torch, entry.dtype), entry.offset, strides, holder, name)
             if entry.role == "parameter" and bound.dtype != torch.float32:
                 bound.shadow = bound.tensor().to(torch.float32, copy=True)
             self._bound[entry.fragment][entry.role].append(bound)
@@ -158,7 +159,7 @@ class ModelBinding:
         assert array.is_contiguous() and array.numel() == getattr(self.layout.fragments[fragment], ROLE_ARRAY[role])
         start = array.storage_offset()
         for bound in self._bound[fragment][role]:
-            yield bound, array.as_strided(bound.shape, bound.strides, start + bound.entry.offset)
+            yield bound, array.as_strided(bound.shape, bound.strides, start + bound.offset)
 
 
 def _take_in(bound: _Bound, tensor: torch.Tensor) -> torch.Tensor:
