@@ -41,9 +41,19 @@ def zeros(elements: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 def copy_of(values: torch.Tensor) -> torch.Tensor:
     """A new flat tensor of equal content."""
     copy = empty(values.numel(), values.dtype)
-    for (_, target_P), (_, source_P) in zip(pieces(copy), pieces(values), strict=True):
-        target_P.copy_(source_P)
+    copy_into(copy, values)
     return copy
+
+
+def copy_into(target: torch.Tensor, values: torch.Tensor) -> None:
+    for (_, target_P), (_, values_P) in zip(pieces(target), pieces(values), strict=True):
+        target_P.copy_(values_P)
+
+
+def add_to(target: torch.Tensor, values: torch.Tensor) -> None:
+    """``target += values``."""
+    for (_, target_P), (_, values_P) in zip(pieces(target), pieces(values), strict=True):
+        target_P.add_(values_P)
 
 
 def _aligned(allocate: Callable[..., np.ndarray], elements: int, dtype: torch.dtype) -> torch.Tensor:

@@ -221,8 +221,7 @@ def read_update(run: OpenRun, fragment: int, delta: Delta) -> torch.Tensor:
 def apply_delta(run: OpenRun, fragment: int, delta: Delta, value: FragmentValue) -> None:
     """Theta <- Theta - u, buffers <- new buffers, in place. Does I/O."""
     shard = _read_shard(run, "delta", fragment, delta.fragment_version, delta.object, update_sections(run.layout.fragments[fragment]))
-    for start, update in shard.chunks("params"):
-        value.params[start : start + update.numel()].sub_(update)
+    shard.visit("params", lambda start, update_P: value.params[start : start + update_P.numel()].sub_(update_P))
     value.floats.copy_(shard.read("floats"))
     value.ints.copy_(shard.read("ints"))
 

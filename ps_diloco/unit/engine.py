@@ -215,6 +215,7 @@ class Engine:
             self._states[event.fragment].adopted(event.before, event.lost_tokens)
             if event.before is not None:
                 self._recycle(event.before)
+                self._count(event.fragment)
             self.adopted_tokens[event.fragment] = self._offered_tokens[event.fragment]
             self._settle(event.fragment)
         elif isinstance(event, Left):
@@ -233,7 +234,7 @@ class Engine:
                 self._states[fragment].restore_residual(residual)
                 self._count(fragment)
         else:
-            kept = {s.fragment: s.residual.clone() if s.returned is None else s.residual + s.returned for s in self._states}
+            kept = {state.fragment: state.unsent_error() for state in self._states}
             event.then(kept, self._outbox.accepted)
 
     def _explained(self, event: Cut, error: NonFinite) -> NonFinite:
@@ -281,12 +282,13 @@ class Engine:
         if fragment in self._restart:
             self._restart.discard(fragment)
             correction = state.replace(news.values[fragment], news.base(fragment))
+        if correction is None:
+            return
         self._count(fragment)
         self._warn_of_refusals(state)
-        if correction is not None:
-            self._offered_tokens[fragment] = news.head.record.fragments[fragment].tokens
-            with self._lock:
-                self._corrections[fragment] = correction
+        self._offered_tokens[fragment] = news.head.record.fragments[fragment].tokens
+        with self._lock:
+            self._corrections[fragment] = correction
 
     def _warn_of_refusals(self, state: FragmentState) -> None:
         for reason in state.account.refused.keys() - self._warned:
@@ -308,7 +310,9 @@ class Engine:
         return result
 
     def _count(self, fragment: int) -> None:
+        """Tell other threads about a fragment. The sums are taken before the lock, which the training thread may want."""
         state = self._states[fragment]
+        account = replace(state.account), state.balance()
         with self._lock:
             self._unmerged[fragment] = state.unmerged_tokens
-            self.accounts = (*self.accounts[:fragment], (replace(state.account), state.balance()), *self.accounts[fragment + 1 :])
+            self.accounts = (*self.accounts[:fragment], account, *self.accounts[fragment + 1 :])

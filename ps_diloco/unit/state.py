@@ -16,18 +16,14 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ps_diloco.arrays import add_to, copy_into, copy_of, empty, pieces, total, zeros
 from ps_diloco.fragment import FragmentValue
 from ps_diloco.layout import LayoutEntry
-from ps_diloco.merge import sum_squares
+from ps_diloco.merge import SumSquares
 from ps_diloco.records import TAKE_BACK, Base
 from ps_diloco.shard import Section, decode_section, encode_section
 
 UNDECIDED_PER_FRAGMENT = 2
-
-
-def total(values: torch.Tensor | None) -> float:
-    """Float64 sum: the quantity in which the account of I10 is kept."""
-    return 0.0 if values is None or not values.numel() else float(values.sum(dtype=torch.float64))
 
 
 @dataclass(kw_only=True)
@@ -117,10 +113,10 @@ class FragmentState:
             entries=entries,
             codec=codec,
             decay=decay,
-            reference=value.params.clone(),
+            reference=copy_of(value.params),
             held=held,
             base=held,
-            residual=torch.zeros_like(value.params),
+            residual=zeros(value.params.numel()),
         )
 
     @property
@@ -128,48 +124,67 @@ class FragmentState:
         """Tokens of cuts that are undecided or were taken back."""
         return self.carried_tokens + sum(pending.tokens for pending in self.undecided)
 
+    def kept(self) -> float:
+        """Sum of what will be sent later: residual and work taken back."""
+        return total(self.residual) + (0.0 if self.returned is None else total(self.returned))
+
     def balance(self) -> float:
         """produced - (merged + undecided + residual + decayed + discarded): zero but for rounding (I10)."""
         undecided = math.fsum(pending.payload_total for pending in self.undecided)
-        kept = total(self.residual) + total(self.returned)
-        return self.account.produced - math.fsum((self.account.merged, undecided, kept, self.account.decayed, self.account.discarded))
+        return self.account.produced - math.fsum(
+            (self.account.merged, undecided, self.kept(), self.account.decayed, self.account.discarded)
+        )
 
     def cut(self, snapshot: FragmentValue, *, tokens: int, steps: int, inner_steps: int, loss: float | None) -> Pending:
         """d = r - snapshot; x = beta e + b + d; q = decode(encode(x)); e <- x - q; D = d + C; r <- snapshot. Keeps the snapshot's buffers, not its ``params``.
 
         Raises :class:`NonFinite` when the local parameters are NaN or infinite; the state is unchanged then.
         """
-        displacement = self.reference - snapshot.params
-        wanted = self.residual.mul(self.decay)
-        decayed = total(self.residual) - total(wanted)
-        if self.returned is not None:
-            wanted.add_(self.returned)
-        wanted.add_(displacement)
-        payload = torch.empty_like(wanted)
-        section = encode_section("params", self.codec, wanted, decoded=payload)
-        self.account.produced += total(displacement)
-        self.account.decayed += decayed
-        self.residual = wanted.sub_(payload)
+        elements = self.reference.numel()
+        displacement, wanted = empty(elements), empty(elements)
+        produced, before, after = [], [], []
+        arrays = (displacement, wanted, self.reference, snapshot.params, self.residual)
+        for (start, d_P), (_, x_P), (_, r_P), (_, s_P), (_, e_P) in zip(*map(pieces, arrays), strict=True):
+            produced.append(total(torch.sub(r_P, s_P, out=d_P)))
+            torch.mul(e_P, self.decay, out=x_P)
+            if self.decay != 1.0:
+                before.append(total(e_P))
+                after.append(total(x_P))
+            if self.returned is not None:
+                x_P.add_(self.returned[start : start + x_P.numel()])
+            x_P.add_(d_P)
+        payload_totals: list[float] = []
+        squares = SumSquares(self.entries)
+
+        def keep_error(start: int, q_P: torch.Tensor) -> None:
+            wanted[start : start + q_P.numel()].sub_(q_P)
+            payload_totals.append(total(q_P))
+            squares.add(start, q_P)
+
+        section = encode_section("params", self.codec, wanted, each=keep_error)
+        self.account.produced += math.fsum(produced)
+        self.account.decayed += math.fsum(before) - math.fsum(after)
+        self.residual = wanted
         if self.carry is not None:
-            displacement.add_(self.carry)
+            add_to(displacement, self.carry)
         pending = Pending(
             fragment=self.fragment,
             section=section,
             floats_B=snapshot.floats,
             ints_I=snapshot.ints,
             displacement=displacement,
-            payload_total=total(payload),
+            payload_total=math.fsum(payload_totals),
             tokens=tokens + self.carried_tokens,
             steps=steps + self.carried_steps,
             inner_steps=inner_steps,
             base=self.base,
-            sum_squares=sum_squares(payload, self.entries),
+            sum_squares=squares.totals(),
             loss=loss,
             resent=self.returned is not None,
         )
         self.returned = self.carry = None
         self.carried_tokens = self.carried_steps = 0
-        self.reference.copy_(snapshot.params)
+        copy_into(self.reference, snapshot.params)
         self.base = self.held
         self.undecided.append(pending)
         return pending
@@ -185,13 +200,15 @@ class FragmentState:
             return None
         if discard:
             return self.replace(value, version)
-        target = self.reference.clone()
-        for pending in self.undecided:
-            if pending.displacement is not None:
-                target.add_(pending.displacement)
-        if self.carry is not None:
-            target.add_(self.carry)
-        self.correcting = Correction(fragment=self.fragment, base=version, value=value, add_F=torch.sub(value.params, target, out=target))
+        own = [pending.displacement for pending in self.undecided if pending.displacement is not None]
+        own += [] if self.carry is None else [self.carry]
+        correction = copy_of(self.reference)
+        for start, c_P in pieces(correction):
+            part = slice(start, start + c_P.numel())
+            for displacement in own:
+                c_P.add_(displacement[part])
+            torch.sub(value.params[part], c_P, out=c_P)
+        self.correcting = Correction(fragment=self.fragment, base=version, value=value, add_F=correction)
         return self.correcting
 
     def _decide(self, outcome: Callable[[int], str | None]) -> tuple[bool, bool]:
@@ -216,9 +233,9 @@ class FragmentState:
 
     def replace(self, value: FragmentValue, version: Base) -> Correction:
         """Give up all work that is not on its way: residual, work taken back, and what was done since the last cut."""
-        self.account.discarded += total(self.residual) + total(self.returned)
+        self.account.discarded += self.kept()
         self.account.lost_tokens += self.carried_tokens
-        self.residual = torch.zeros_like(self.residual)
+        self.residual = zeros(self.residual.numel())
         self.returned = self.carry = None
         self.carried_tokens = self.carried_steps = 0
         self.correcting = Correction(fragment=self.fragment, base=version, value=value, add_F=None)
@@ -231,10 +248,10 @@ class FragmentState:
         self.correcting = None
         self.held = correction.base
         if correction.add_F is not None:
-            self.reference.add_(correction.add_F)
+            add_to(self.reference, correction.add_F)
             return
         self.leave(before, lost_tokens)
-        self.reference = correction.value.params.clone()
+        self.reference = copy_of(correction.value.params)
         self.base = self.held
         for pending in self.undecided:
             pending.displacement = None
@@ -242,12 +259,10 @@ class FragmentState:
     def finish(self, outcome: Callable[[int], str | None]) -> None:
         """The run is final: what the last manifest did not merge never will be, and is booked as discarded (format §7.7)."""
         self._decide(outcome)
-        self.account.discarded += (
-            math.fsum(pending.payload_total for pending in self.undecided) + total(self.residual) + total(self.returned)
-        )
+        self.account.discarded += math.fsum(pending.payload_total for pending in self.undecided) + self.kept()
         self.account.lost_tokens += self.unmerged_tokens
         self.undecided.clear()
-        self.residual = torch.zeros_like(self.residual)
+        self.residual = zeros(self.residual.numel())
         self.returned = self.carry = None
         self.carried_tokens = self.carried_steps = 0
 
@@ -259,9 +274,16 @@ class FragmentState:
             self.account.discarded += fresh
         self.account.lost_tokens += lost_tokens
 
+    def unsent_error(self) -> torch.Tensor:
+        """A new array: residual and work taken back."""
+        kept = copy_of(self.residual)
+        if self.returned is not None:
+            add_to(kept, self.returned)
+        return kept
+
     def unsent(self) -> torch.Tensor:
         """A new array: all that a later incarnation would have to send, i.e. residual, work taken back, and payloads whose record was never begun."""
-        kept = self.residual.clone() if self.returned is None else self.residual + self.returned
+        kept = self.unsent_error()
         for pending in self.undecided:
             if pending.seq is None:
                 kept.add_(decode_section(pending.section))
@@ -270,7 +292,7 @@ class FragmentState:
     def restore_residual(self, residual: torch.Tensor) -> None:
         """Add the residual that an earlier incarnation saved; it counts as produced by this one."""
         self.account.produced += total(residual)
-        self.residual.add_(residual)
+        add_to(self.residual, residual)
 
     def _take_back(self, pending: Pending) -> None:
         """b <- b + q; C <- C + D; tokens, steps and the oldest base carry over."""
