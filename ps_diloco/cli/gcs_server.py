@@ -8,7 +8,7 @@
         store = open_store("gs://demo/run", gcs=server.settings)
 
 It listens on 127.0.0.1 only. Several may run at once. It keeps every object in memory, old generations too, and loses all of them when it ends: a
-demo takes a few hundred MB. (Its other backend, files, has no generations.) What it does otherwise than Google's server: ``docs/providers.md``.
+demo takes about 1 GB. (Its other backend, files, has no generations.) What it does otherwise than Google's server: ``docs/providers.md``.
 """
 
 from __future__ import annotations
