@@ -70,8 +70,9 @@ def pieces(values: torch.Tensor, at_once: int = PIECE) -> Iterator[tuple[int, to
 
 def check_finite(values: torch.Tensor) -> None:
     """Raise :class:`NonFinite` naming the first bad element."""
-    for _, piece_P in pieces(values.detach()):
-        if not np.isfinite(piece_P.numpy()).all():
+    array = values.detach().numpy()
+    for start in range(0, array.size, PIECE):
+        if not np.isfinite(array[start : start + PIECE]).all():
             bad = (~torch.isfinite(values)).nonzero()
             raise NonFinite("values are not finite", element=int(bad[0]), value=float(values[bad[0]]), count=len(bad))
 

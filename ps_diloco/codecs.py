@@ -236,9 +236,8 @@ class BlockInt(_Pieces):
             q_P = q[start : start + work.array_P.size]
             torch.div(x_KB, scale_K1, out=work.rows_KB)
             np.rint(work.array_P, out=work.array_P)
-            np.copyto(
-                q_P, work.array_P, casting="unsafe"
-            )  # in range: a scale is rounded up, so |x| / scale exceeds the largest q by an ulp at most
+            # in range: a scale is rounded up, so that |x| / scale exceeds the largest q by an ulp at most
+            np.copyto(q_P, work.array_P, casting="unsafe")
             if each is not None:
                 np.copyto(work.array_P, q_P)
                 work.rows_KB.mul_(scale_K1)
