@@ -4,7 +4,7 @@
     python -m benchmarks.merge --params 1000000 --memory-params 500000 # in seconds
 
 One process creates the run, trains a small GPT for real pseudo-gradients, encodes one with the unit's codec and publishes it for every unit; another one,
-whose peak memory is its own, takes two passes with one torch thread: the first from the bucket alone, the second as an aggregator that goes on.
+whose peak memory is its own, takes two passes with one thread: the first from the bucket alone, the second as an aggregator that goes on.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from typing import Any
 
 import torch
 
+from aggregator.fragment_step import Effort
 from aggregator.outer_step import Aggregator
 from benchmarks.material import Slab, announce, base_of, encoded, new_run, pseudo_gradient, publish, unit_names
 from benchmarks.measure import ROOT, Cell, Report, Stages, file_system, parser, peak_rss_bytes, ratio_text
-from ps_diloco.checkpoint import Place, read_fragment, write_anchor, write_state
+from ps_diloco.checkpoint import Place, write_anchor, write_state
 from ps_diloco.config import RunSettings
 from ps_diloco.env import Env
-from ps_diloco.outer import OuterState
 from ps_diloco.run import open_run
 from ps_diloco.store import CountingStore, LocalStore
 
@@ -40,26 +40,24 @@ STAGES = {
     "hashlib.sha256": "sha256",
     "ps_diloco.zstd.compress": "zstd",
     "ps_diloco.zstd.decompress": "zstd",
-    "ps_diloco.codecs.check_finite": "check that values are finite",
+    "ps_diloco.arrays.check_finite": "check that values are finite",
     "ps_diloco.codecs.BlockInt.encode": "encode",
-    "ps_diloco.codecs.BlockInt.decode": "decode",
     "ps_diloco.codecs.NoCodec.encode": "encode",
-    "ps_diloco.codecs.NoCodec.decode": "decode",
-    "ps_diloco.shard.ShardReader.read": "gather chunks",
-    "ps_diloco.shard.encode_section": "gather decoded chunks",
+    "ps_diloco.shard.encode_section": "gather chunks",
     "ps_diloco.shard.encode_shard": "join to one object",
-    "ps_diloco.merge.sum_squares": "sums of squares",
-    "aggregator.outer_step.load": EACH + "everything else",
+    "ps_diloco.merge.SumSquares.add": "sums of squares",
+    "aggregator.admit.fetch_shard": EACH + "everything else of the fetch",
+    "aggregator.admit.read_shard": EACH + "decode",
     "ps_diloco.merge.FragmentMerge.add_params": EACH + "accumulate",
     "ps_diloco.merge.FragmentMerge": STEP + "accumulator",
-    "ps_diloco.outer.outer_step": STEP + "outer step",
+    "ps_diloco.arrays.copy_of": STEP + "copies of Theta, m, e",
+    "ps_diloco.outer.publish_outer_step": STEP + "momentum, update, error",
     "ps_diloco.checkpoint.read_fragment": "read the fragment: everything else",
     "ps_diloco.checkpoint.read_state": "read the outer state: everything else",
     "ps_diloco.fragment.FragmentValue.sha256": "hash of the value: everything else",
     "ps_diloco.checkpoint.write_delta": "write delta: everything else",
     "ps_diloco.checkpoint.write_state": STATE + "everything else",
     "ps_diloco.checkpoint.write_anchor": "write anchor: everything else",
-    "aggregator.outer_step._norm": "norms: everything else",
     "aggregator.outer_step.Aggregator._commit": "commit: everything else",
 }
 
@@ -88,10 +86,10 @@ def _hidden(directory: Path, unit: str, seq: int) -> Path:
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Two passes over what :func:`prepare` left; what each took."""
-    torch.set_num_threads(options.threads)
+    torch.set_num_threads(1)
     store = CountingStore(LocalStore(options.directory))
     run = open_run(store, Env.system())
-    aggregator = Aggregator(run)
+    aggregator = Aggregator(run, effort=Effort(threads=options.threads))
     found: dict[str, Any] = {"passes": [], "before_bytes": peak_rss_bytes()}
     for turn in range(2 if not options.memory_only else 1):
         if turn:
@@ -100,7 +98,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         before = store.snapshot()
         begun_s, cpu_s = time.perf_counter(), time.process_time()
         with Stages({} if options.memory_only else STAGES) as stages:
-            outcome = aggregator.take_pass(force="once")
+            outcome = aggregator.take_pass()
         taken_s, used_s = time.perf_counter() - begun_s, time.process_time() - cpu_s
         merged = sum(len(step.merged) for step in outcome.head.record.steps)
         assert (outcome.kind, merged) == ("committed", options.units), (outcome.kind, merged)
@@ -124,12 +122,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 def _seldom(run: Any, aggregator: Aggregator) -> dict[str, float]:
     """What is not written in every step, by itself."""
     head = run.log.find_head().record
-    known = aggregator._memory.fragments.get(0)
-    value = known[1] if known is not None else read_fragment(run, head.fragments[0], 0)
-    state = known[2] if known is not None else OuterState.zeros(value.params.numel())
+    held = aggregator._stepper._held[0]
     place = Place(timeline=0, fragment=0, fragment_version=head.fragments[0].fragment_version)
     found = {}
-    for name, call in (("anchor_s", lambda: write_anchor(run, place, value)), ("state_s", lambda: write_state(run, place, state))):
+    for name, call in (
+        ("anchor_s", lambda: write_anchor(run, place, held.value)),
+        ("state_s", lambda: write_state(run, place, held.state)),
+    ):
         begun_s = time.perf_counter()
         call()
         found[name] = time.perf_counter() - begun_s
@@ -226,7 +225,7 @@ def report_merge(report: Report, options: argparse.Namespace) -> None:
     )
     if warm["missing"]:
         report.note("not timed apart (no such function): " + ", ".join(warm["missing"]))
-    report.note(f"run in a directory on {kind}; {options.threads} torch thread{'s' if options.threads > 1 else ''}")
+    report.note(f"run in a directory on {kind}; {options.threads} thread{'s' if options.threads > 1 else ''}")
 
 
 def report_memory(report: Report, options: argparse.Namespace) -> None:
@@ -252,7 +251,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     made = parser(__doc__)
     made.add_argument("--params", type=int, default=500_000_000)
     made.add_argument("--units", type=int, default=8)
-    made.add_argument("--threads", type=int, default=1, help="torch threads of the aggregator")
+    made.add_argument("--threads", type=int, default=1, help="threads of the aggregator")
     made.add_argument("--memory-params", type=int, default=100_000_000)
     made.add_argument("--memory-units", type=lambda text: [int(part) for part in text.split(",")], default=[8, 64])
     made.add_argument("--directory", type=Path, help="where the bucket's directory is made; default: for temporary files")
