@@ -18,15 +18,18 @@ from functools import partial
 from itertools import islice
 from typing import TypeVar
 
+import torch
+
 from aggregator.admit import Admitted, Buffers, Refusal, fetch_shard, read_shard
 from aggregator.next_manifest import Draft, Refusing, Stepped, rounds_after
 from aggregator.policy import Window
 from aggregator.remerge import History, step_again
-from ps_diloco.arrays import copy_of
+from ps_diloco.arrays import copy_into, copy_of
 from ps_diloco.checkpoint import Place, read_fragment, read_state, write_anchor, write_delta, write_state
 from ps_diloco.config import RunSettings
 from ps_diloco.errors import Denied, NonFinite, NotFound, StoreError
 from ps_diloco.fragment import FragmentValue
+from ps_diloco.host import HostBuffers
 from ps_diloco.ids import ContributionId
 from ps_diloco.merge import MASSES_KEPT, WEIGHTS_KEPT, FragmentMerge, Weighing, awaited_units, weigh
 from ps_diloco.outer import OuterState, publish_outer_step
@@ -92,6 +95,8 @@ class Stepper:
         self._held: dict[int, Held] = {}
         self._history = History(run)
         self._try_at_s: dict[ContributionId, float] = {}
+        self._arrays = HostBuffers(max(size.elements for size in run.layout.fragments), kept=4)
+        """Accumulator, and what will be the next parameters, momentum and error."""
 
     def settings(self, config: int) -> RunSettings:
         if config not in self._settings:
@@ -116,8 +121,10 @@ class Stepper:
                 settings=settings.merge,
                 awaited=awaited_units([a.candidate for a in members], head.record.units, before.rounds),
             )
-            merging = self._merge(head.record, fragment, members, weighing, draft)
+            gradient = self._arrays.take(self._run.layout.fragments[fragment].elements)
+            merging = self._merge(head.record, fragment, members, weighing, draft, gradient)
             if merging is None:
+                self._arrays.give(gradient)
                 continue  # somebody could not be used: weights change, start again without them
             held = self._hold(head, fragment)
             try:
@@ -131,6 +138,8 @@ class Stepper:
 
     def committed(self, stepped: Stepped) -> None:
         """The manifest with this step stands in the log."""
+        if (old := self._held.get(stepped.fragment)) is not None:
+            self._give_back(old.value, old.state)
         self._held[stepped.fragment] = Held(entry=stepped.after, value=stepped.value, state=stepped.state)
 
     def lost(self, stepped: Stepped, head: Manifest) -> None:
@@ -152,12 +161,14 @@ class Stepper:
                 log.warning("no time to save the outer state of fragment %d: the next aggregator merges its last steps again", fragment)
                 continue
             where = Place(timeline=head.timeline, fragment=fragment, fragment_version=entry.fragment_version)
-            saved[fragment] = entry.model_copy(update={"state": write_state(self._run, where, held.state)})
+            saved[fragment] = entry.model_copy(update={"state": write_state(self._run, where, held.state, threads=self._effort.threads)})
         return saved
 
-    def _merge(self, head: Manifest, fragment: int, members: list[Admitted], weighing: Weighing, draft: Draft) -> FragmentMerge | None:
+    def _merge(
+        self, head: Manifest, fragment: int, members: list[Admitted], weighing: Weighing, draft: Draft, gradient: torch.Tensor
+    ) -> FragmentMerge | None:
         """Stream the members one at a time, in merge order. None if one of them had to be left out; it then is no member any more."""
-        merging = FragmentMerge(self._run.layout.fragments[fragment])
+        merging = FragmentMerge(self._run.layout.fragments[fragment], gradient=gradient)
         by_id = {a.candidate.id: a for a in members}
         ordered = [by_id[candidate.id] for candidate in weighing.candidates]
         with closing(_ahead(lambda a: fetch_shard(self._run, a.record), ordered, self._effort.fetch_ahead)) as shards:
@@ -221,8 +232,13 @@ class Stepper:
     ) -> Stepped:
         before = held.entry
         version = before.fragment_version + 1
-        value = held.value.clone()
-        state = OuterState(momentum=copy_of(held.state.momentum), error=copy_of(held.state.error))
+        value = FragmentValue(
+            params=self._copy(held.value.params),
+            floats=copy_of(held.value.floats),
+            ints=copy_of(held.value.ints),
+            frozen=held.value.frozen,
+        )
+        state = OuterState(momentum=self._copy(held.state.momentum), error=self._copy(held.state.error))
         published = publish_outer_step(
             value.params,
             state,
@@ -232,11 +248,12 @@ class Stepper:
             self._run.layout.of(fragment),
             threads=self._effort.threads,
         )
+        self._arrays.give(merging.gradient)
         merging.merge_buffers_into(value, weighing.mass)
         where = Place(timeline=timeline, fragment=fragment, fragment_version=version)
         delta = write_delta(self._run, where, params=published.section, floats_B=value.floats, ints_I=value.ints)
         due = closed in LAST or version - saved_version(before) >= settings.pull.state_every
-        saved = write_state(self._run, where, state) if due else before.state
+        saved = write_state(self._run, where, state, threads=self._effort.threads) if due else before.state
         anchor, deltas = before.anchor, before.deltas
         if version - anchor.fragment_version >= settings.pull.anchor_every:
             deltas = tuple(d for d in deltas if d.fragment_version > anchor.fragment_version)
@@ -265,6 +282,15 @@ class Stepper:
             gradient_norm=math.sqrt(math.fsum(published.gradient_squares)),
             update_norm=math.sqrt(math.fsum(published.update_squares)),
         )
+
+    def _copy(self, values: torch.Tensor) -> torch.Tensor:
+        copy = self._arrays.take(values.numel())
+        copy_into(copy, values)
+        return copy
+
+    def _give_back(self, value: FragmentValue, state: OuterState) -> None:
+        for array in (value.params, state.momentum, state.error):
+            self._arrays.give(array)
 
     def _hold(self, head: Stored[Manifest], fragment: int) -> Held:
         """Parameters and outer state as they are in ``head``: held, or brought up to it, or read."""

@@ -4,7 +4,7 @@
     python -m benchmarks.merge --params 1000000 --memory-params 500000 # in seconds
 
 One process creates the run, trains a small GPT for real pseudo-gradients, encodes one with the unit's codec and publishes it for every unit; another one,
-whose peak memory is its own, takes two passes with one thread: the first from the bucket alone, the second as an aggregator that goes on.
+whose peak memory is its own, takes passes with one thread: the first from the bucket alone, the last as an aggregator that goes on.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from ps_diloco.run import open_run
 from ps_diloco.store import CountingStore, LocalStore
 
 EXTRAPOLATED_PARAMS = 12_000_000_000
+ROUNDS = 3
 EACH, STEP, STATE = "contribution: ", "step: ", "write state: "
 STAGES = {
     "ps_diloco.store.local.LocalStore.get": "read",
@@ -50,7 +51,7 @@ STAGES = {
     "aggregator.admit.read_shard": EACH + "decode",
     "ps_diloco.merge.FragmentMerge.add_params": EACH + "accumulate",
     "ps_diloco.merge.FragmentMerge": STEP + "accumulator",
-    "ps_diloco.arrays.copy_of": STEP + "copies of Theta, m, e",
+    "aggregator.fragment_step.Stepper._copy": STEP + "copies of Theta, m, e",
     "ps_diloco.outer.publish_outer_step": STEP + "momentum, update, error",
     "ps_diloco.checkpoint.read_fragment": "read the fragment: everything else",
     "ps_diloco.checkpoint.read_state": "read the outer state: everything else",
@@ -63,16 +64,16 @@ STAGES = {
 
 
 def prepare(options: argparse.Namespace) -> None:
-    """Create a run and publish two rounds of contributions."""
+    """Create a run and publish a few rounds of contributions."""
     torch.set_num_threads(1)
     run = new_run(LocalStore(options.directory), Slab(options.params), merge={"quorum": options.units, "merge_at_least": 1.0})
     units = unit_names(options.units)
     head = announce(run, units)
     cut = encoded(run, 0, pseudo_gradient(options.params, size=options.size, steps=options.train_steps))
-    for seq in range(2):
+    for seq in range(ROUNDS):
         for unit in units:
             publish(run, unit, seq, cut, base_of(head, 0))
-            if seq:  # held back: the second pass merges it
+            if seq:  # held back: a later pass merges it
                 _hide(options.directory, unit, seq).rename(_hidden(options.directory, unit, seq))
 
 
@@ -85,13 +86,13 @@ def _hidden(directory: Path, unit: str, seq: int) -> Path:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Two passes over what :func:`prepare` left; what each took."""
+    """Passes over what :func:`prepare` left; what each took."""
     torch.set_num_threads(1)
     store = CountingStore(LocalStore(options.directory))
     run = open_run(store, Env.system())
     aggregator = Aggregator(run, effort=Effort(threads=options.threads))
     found: dict[str, Any] = {"passes": [], "before_bytes": peak_rss_bytes()}
-    for turn in range(2 if not options.memory_only else 1):
+    for turn in range(ROUNDS if not options.memory_only else 1):
         if turn:
             for unit in unit_names(options.units):
                 _hidden(options.directory, unit, turn).rename(_hide(options.directory, unit, turn))
@@ -186,7 +187,7 @@ def per_step_s(settings: RunSettings, warm: dict[str, Any], found: dict[str, Any
 
 def report_merge(report: Report, options: argparse.Namespace) -> None:
     found, kind = in_directory(options, options.params, options.units, memory_only=False)
-    settings, (cold, warm) = RunSettings(), found["passes"]
+    settings, cold, warm = RunSettings(), found["passes"][0], found["passes"][-1]
     step_s, share = per_step_s(settings, warm, found), f"{options.units} contributions of {options.params / 1e6:g} M parameters"
     report.figure(
         f"one outer step, {share}",

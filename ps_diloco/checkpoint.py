@@ -41,7 +41,7 @@ from ps_diloco.shard import (
     shard_bytes_max,
 )
 from ps_diloco.store.refs import fetch, put_data
-from ps_diloco.zstd import LEVEL, declared_size
+from ps_diloco.zstd import FAST, LEVEL, declared_size
 
 if TYPE_CHECKING:
     from ps_diloco.run import OpenRun
@@ -154,9 +154,10 @@ def write_delta(run: OpenRun, place: Place, *, params: Section, floats_B: torch.
     return _write_shard(run, "delta", place, [params, *buffer_sections(floats_B, ints_I)])
 
 
-def write_state(run: OpenRun, place: Place, state: OuterState) -> State:
+def write_state(run: OpenRun, place: Place, state: OuterState, *, threads: int = 1) -> State:
     """Write momentum and error as they are after the step to ``place.fragment_version``. Does I/O."""
-    sections = [encode_section("momentum", "none", state.momentum), encode_section("error", "none", state.error)]
+    arrays = {"momentum": state.momentum, "error": state.error}
+    sections = [encode_section(name, "none", array, threads=threads, level=FAST) for name, array in arrays.items()]
     return State(fragment_version=place.fragment_version, object=_write_shard(run, "state", place, sections))
 
 

@@ -1,7 +1,7 @@
 """Host memory that is used again.
 
-A copy into fresh memory costs several times the copy itself, in page faults, and pinned memory is dearer still. So snapshots are written into a few
-buffers that go round: the training thread takes one, and whoever has read the last of it gives it back::
+A copy into fresh memory costs several times the copy itself, in page faults, and pinned memory is dearer still. So snapshots, and an aggregator's next
+parameters and outer state, are written into a few buffers that go round: one thread takes one, and whoever has read the last of it gives it back::
 
     buffers = HostBuffers(elements, pinned=False)
     view_F = buffers.take(n)                  # training thread
@@ -14,23 +14,24 @@ from collections import deque
 
 import torch
 
-KEPT = 2
+from ps_diloco.arrays import empty
 
 
 class HostBuffers:
-    """Float32 buffers of ``elements`` each. Whoever holds one owns it; one that is never given back is merely freed. Thread-safe."""
+    """Float32 buffers of ``elements`` each, at most ``kept`` of them free. Whoever holds one owns it; one that is never given back is freed. Thread-safe."""
 
-    def __init__(self, elements: int, *, pinned: bool) -> None:
+    def __init__(self, elements: int, *, kept: int = 2, pinned: bool = False) -> None:
         self._elements = elements
         self._pinned = pinned
-        self._free: deque[torch.Tensor] = deque(maxlen=KEPT)
+        self._free: deque[torch.Tensor] = deque(maxlen=kept)
 
     def take(self, n: int) -> torch.Tensor:
         """[n], values undefined."""
         try:
             buffer = self._free.pop()
         except IndexError:
-            buffer = torch.empty(self._elements, dtype=torch.float32, pin_memory=self._pinned)
+            pinned = self._pinned
+            buffer = torch.empty(self._elements, dtype=torch.float32, pin_memory=True) if pinned else empty(self._elements)
         return buffer[:n]
 
     def give(self, view_F: torch.Tensor) -> None:

@@ -146,10 +146,10 @@ def _round_tokens(candidates: Sequence[Candidate], fragment_version: int, rounds
 
 
 class FragmentMerge:
-    """Streaming accumulator of one fragment: memory is one array, flat in the number of contributions."""
+    """Streaming accumulator of one fragment: memory is one array, flat in the number of contributions. ``gradient``: memory for it, whatever it holds."""
 
-    def __init__(self, size: FragmentSize, *, dtype: torch.dtype = torch.float32) -> None:
-        self.gradient = zeros(size.elements, dtype)
+    def __init__(self, size: FragmentSize, *, dtype: torch.dtype = torch.float32, gradient: torch.Tensor | None = None) -> None:
+        self.gradient = zeros(size.elements, dtype) if gradient is None else gradient.zero_()
         self._floats = torch.zeros(size.floats, dtype=torch.float64)
         self._ints: torch.Tensor | None = None
 

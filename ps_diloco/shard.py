@@ -30,7 +30,7 @@ from ps_diloco.codecs import CODECS, Codec, Each
 from ps_diloco.errors import FormatError, IntegrityError, LimitExceeded, UnknownFormat
 from ps_diloco.records import FORMAT, Count, Number6, Part, RunId, Text
 from ps_diloco.records import no_duplicates as no_duplicates
-from ps_diloco.zstd import compress, decompress
+from ps_diloco.zstd import LEVEL, compress, decompress
 
 MAGIC = b"PSDSHRD0"
 HEADER_BYTES_MAX = 1 << 20
@@ -76,9 +76,16 @@ class Section:
 
 
 def encode_section(
-    name: str, codec: str, values: torch.Tensor, *, decoded: torch.Tensor | None = None, each: Each | None = None, threads: int = 1
+    name: str,
+    codec: str,
+    values: torch.Tensor,
+    *,
+    decoded: torch.Tensor | None = None,
+    each: Each | None = None,
+    threads: int = 1,
+    level: int = LEVEL,
 ) -> Section:
-    """Encode a flat vector chunk by chunk; ``decoded``, if given, receives what a reader will get (error feedback needs it).
+    """Encode a flat vector chunk by chunk; ``decoded``, if given, receives what a reader will get (error feedback needs it). ``level``: of zstd.
 
     ``each`` gets the same piece by piece while it is in the cache, and may change ``values`` at that place::
 
@@ -98,7 +105,7 @@ def encode_section(
                 each(first, piece_P)
 
         raw = coder.encode(values[start : start + CHUNK], None if decoded is None and each is None else hand_over)
-        return compress(raw)
+        return compress(raw, level)
 
     frames = in_order(encode_chunk, range(0, values.numel(), CHUNK), threads=threads)
     return Section(name=name, codec=codec, elements=values.numel(), frames=tuple(frames))
