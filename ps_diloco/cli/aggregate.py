@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -25,7 +24,7 @@ def aggregate(
     once: Annotated[bool, typer.Option("--once", help="Merge whatever is published now, commit, and exit.")] = False,
     poll: Annotated[float, typer.Option(min=0.02, help="Seconds between two looks for new contributions.")] = 0.5,
     part: Annotated[str, typer.Option(metavar="I/N", help="Of N processes this is number I: it steps every N-th fragment first.")] = "1/1",
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads for the arithmetic; default: one per core.")] = None,
+    threads: Annotated[int, typer.Option(min=1, help="Threads for the arithmetic; several processes with --part give more.")] = 1,
     patience: Annotated[float, typer.Option(min=0.0, help="Seconds after which it steps what another process should have.")] = 10.0,
 ) -> None:
     """Merge what units publish and commit new versions, until the run ends.
@@ -41,7 +40,7 @@ def aggregate(
     from aggregator.serve import aggregate_once, serve
 
     share = Part.parse(part, patience_s=patience)
-    effort = Effort(threads=threads or os.cpu_count() or 1, fetch_ahead=FETCH_AHEAD)
+    effort = Effort(threads=threads, fetch_ahead=FETCH_AHEAD)
     torch.set_num_threads(1)  # threads take chunks, and each chunk is worked on by one
     store = CountingStore(of(context).store(run))
     opened = open_run(store, Env.system())
