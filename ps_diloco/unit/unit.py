@@ -163,7 +163,10 @@ class Unit:
             return None
         engine = self._parts.engine
         unmerged = [queued + span.tokens for queued, span in zip(engine.unmerged_tokens(), self._spans, strict=True)]
-        return self._progress.update(model_tokens(self._layout, engine.adopted_tokens), model_tokens(self._layout, unmerged))
+        adopted = engine.adopted_tokens
+        if self._done and engine.final is not None:  # which was not adopted fragment by fragment
+            adopted = [entry.tokens for entry in engine.final.head.record.fragments]
+        return self._progress.update(model_tokens(self._layout, adopted), model_tokens(self._layout, unmerged))
 
     @property
     def lr_scale(self) -> float:
