@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import os
 from collections.abc import Callable, Sequence
 
 import numcodecs
@@ -20,18 +19,15 @@ import safetensors.torch
 import torch
 
 from benchmarks.material import pseudo_gradient
-from benchmarks.measure import Cell, Operations, Report, Stages, counts, fresh_bytes, median_s, medians, parser, ratio_text, torch_threads
+from benchmarks.measure import Cell, Report, Stages, counts, fresh_bytes, median_s, medians, parser, ratio_text, torch_threads
 from ps_diloco.shard import CHUNK, FLOAT_CODECS, ShardReader, encode_section, encode_shard
 
 STAGES = {
     "ps_diloco.codecs.NoCodec.encode": "codec: encode",
-    "ps_diloco.codecs.NoCodec.decode": "codec: decode",
     "ps_diloco.codecs.Bf16.encode": "codec: encode",
-    "ps_diloco.codecs.Bf16.decode": "codec: decode",
     "ps_diloco.codecs.BlockInt.encode": "codec: encode",
-    "ps_diloco.codecs.BlockInt.decode": "codec: decode",
-    "ps_diloco.codecs.check_finite": "check that values are finite",
-    "ps_diloco.codecs._round_up_to_bf16": "scale",
+    "ps_diloco.codecs.BlockInt._find_scales": "scale",
+    "ps_diloco.codecs.BlockInt._quantise": "quantise, decode, residual",
     "ps_diloco.codecs._pack_nibbles": "pack",
     "ps_diloco.codecs._unpack_nibbles": "unpack",
     "ps_diloco.zstd.compress": "zstd",
@@ -39,14 +35,6 @@ STAGES = {
     "google_crc32c.value": "crc32c",
     "hashlib.sha256": "sha256",
 }
-OPERATIONS = {
-    "finite": ("sum", "isfinite", "isinf", "isnan"),
-    "scale": ("abs", "amax", "aminmax", "max", "linalg_vector_norm", "lt", "gt", "add_", "bitwise_and_", "masked_fill_"),
-    "quantise": ("div", "div_", "mul", "mul_", "round", "round_", "clamp", "clamp_", "clamp_max_", "where", "reciprocal"),
-    "pack": ("bitwise_or", "bitwise_or_", "__or__", "__lshift__", "bitwise_left_shift", "__rshift__", "bitwise_and", "__and__", "stack"),
-    "copy, convert, pad": ("copy_", "_to_copy", "to", "constant_pad_nd", "pad", "clone", "fill_", "cat", "contiguous", "flatten"),
-}
-"""Torch operations by what they do in a codec; all others count as "other"."""
 SPLIT = ("int4", "int8")
 """The defaults up and down: their time is split."""
 EXPECTED_RUN = "0" * 32
@@ -65,10 +53,13 @@ class Bench:
 
     def encode(self) -> None:
         """What a cut costs: payload, residual, object, hash."""
-        section = encode_section("params", self.codec, self.values_F, decoded=self.decoded_F)
-        torch.sub(self.values_F, self.decoded_F, out=self.residual_F)
+        self.residual_F.copy_(self.values_F)
+        section = encode_section("params", self.codec, self.residual_F, each=self._keep_error)
         self.data = encode_shard([section], kind="delta", run_id=EXPECTED_RUN, of="benchmark", fragment=0)
         self.sha256 = hashlib.sha256(self.data).hexdigest()
+
+    def _keep_error(self, start: int, decoded_P: torch.Tensor) -> None:
+        self.residual_F[start : start + decoded_P.numel()].sub_(decoded_P)
 
     def decode(self) -> None:
         """What a reader does with the object; the values go to memory that is there."""
@@ -81,8 +72,7 @@ class Bench:
             fragment=0,
             expected={"params": (self.values_F.numel(), frozenset({self.codec}))},
         )
-        for start, chunk in shard.chunks("params"):
-            self.decoded_F[start : start + chunk.numel()] = chunk
+        shard.visit("params", None, out=self.decoded_F)
 
 
 def other_ways(values_F: torch.Tensor) -> dict[str, tuple[Callable[[], bytes], Callable[[bytes], object]]]:
@@ -136,33 +126,17 @@ def stage_rows(call: Callable[[], None], whole_s: float, read_s: float) -> list[
     measured = sum(stages.seconds.values())
     return [
         (stage, seconds, share, ratio_text(seconds / read_s))
-        for stage, seconds, share in stages.rows(max(whole_s, measured), rest="copies, residual, everything else")
+        for stage, seconds, share in stages.rows(max(whole_s, measured), rest="copies, decode, everything else")
     ]
-
-
-def operation_rows(call: Callable[[], None], whole_s: float) -> list[tuple[Cell, ...]]:
-    """Torch operations of one more run by kind."""
-    with Operations() as operations:
-        call()
-    kinds: dict[str, dict[str, float]] = {}
-    for name, seconds in operations.seconds.items():
-        kinds.setdefault(next((kind for kind, names in OPERATIONS.items() if name in names), "other"), {})[name] = seconds
-    rows: list[tuple[Cell, ...]] = []
-    for kind, found in sorted(kinds.items(), key=lambda pair: -sum(pair[1].values())):
-        largest = [f"{name} {s / whole_s:.0%}" for name, s in sorted(found.items(), key=lambda pair: -pair[1])[:4] if s > 0.005 * whole_s]
-        rows.append((kind, sum(found.values()), f"{sum(found.values()) / whole_s:.1%}", ", ".join(largest)))
-    return rows
 
 
 def size_text(elements: int) -> str:
     return f"{elements / 1e6:g} M"
 
 
-def measure(
-    report: Report, values_F: torch.Tensor, threads: int, codecs: Sequence[str], repeats: int, *, others: bool, split: bool
-) -> None:
+def measure(report: Report, values_F: torch.Tensor, codecs: Sequence[str], repeats: int, *, split: bool) -> None:
     elements = values_F.numel()
-    where = f"{size_text(elements)}, {threads} thread{'s' if threads > 1 else ''}"
+    where = f"{size_text(elements)}, one thread"
     read_s = median_s(lambda: values_F.sum(), max(repeats, 5))
     rows: list[tuple[Cell, ...]] = []
     for codec in codecs:
@@ -178,13 +152,8 @@ def measure(
                     ("stage", "s", "share", "x reading once"),
                     stage_rows(call, seconds[action], read_s),
                 )
-                report.table(
-                    f"Torch operations of {action} {codec}, {where}",
-                    ("kind", "s", "share", "largest"),
-                    operation_rows(call, seconds[action]),
-                )
         del bench
-    if others:
+    if split:
         for name, (encode, decode) in other_ways(values_F).items():
             data = encode()
             seconds = medians({"encode": encode, "decode": lambda d=data, way=decode: way(d)}, max(1, repeats // 2), warm=0)  # type: ignore[misc]
@@ -219,22 +188,22 @@ def way_row(name: str, seconds: dict[str, float], size: int, elements: int, read
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = parser(__doc__)
-    options.add_argument("--params", type=counts, default=[25_000_000, 500_000_000], help="numbers of parameters, with commas between")
+    options.add_argument(
+        "--params", type=counts, default=[25_000_000, 500_000_000], help="numbers of parameters; all codecs for the smallest"
+    )
     options.add_argument("--codecs", default="int4,int8,bf16,none")
     options.add_argument("--repeats", type=int, default=3)
     options.add_argument("--size", default="0.8M", help="GPT that gives the pseudo-gradients")
     options.add_argument("--train-steps", type=int, default=40, help="its inner steps")
-    options.add_argument("--threads", type=counts, default=[1, os.cpu_count() or 1], help="numbers of torch threads")
     chosen = options.parse_args(argv)
     codecs = chosen.codecs.split(",")
     assert set(codecs) <= FLOAT_CODECS, codecs
     report = Report.begin("codec", chosen, argv)
     for elements in chosen.params:
         values_F = pseudo_gradient(elements, size=chosen.size, steps=chosen.train_steps)
-        for threads in sorted(set(chosen.threads)):
-            with torch_threads(threads):
-                first = threads == min(chosen.threads)
-                measure(report, values_F, threads, codecs, chosen.repeats, others=first, split=first and elements == min(chosen.params))
+        smallest = elements == min(chosen.params)
+        with torch_threads(1):
+            measure(report, values_F, codecs if smallest else codecs[:1], chosen.repeats, split=smallest)
     report.note(
         "encode: payload, decoded payload, residual, object, hash; decode: hash, checksums, zstd, values; memory for the values is there before"
     )

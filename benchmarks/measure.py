@@ -35,7 +35,6 @@ import psutil
 import torch
 from rich.console import Console
 from rich.table import Table as RichTable
-from torch.utils._python_dispatch import TorchDispatchMode
 
 ROOT = Path(__file__).resolve().parent.parent
 PATCHED_PACKAGES = ("ps_diloco", "aggregator", "workers", "benchmarks", "botocore")
@@ -310,21 +309,6 @@ def _resolve(path: str) -> Any:
     except ImportError:
         module, _, name = path.rpartition(".")
         return getattr(_resolve(module), name, None) if module else None
-
-
-class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Seconds of each torch operation of this thread, as it is called: ``seconds["copy_"]``. Costs some microseconds per operation."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.seconds: dict[str, float] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        begun_s = time.perf_counter()
-        result = func(*args, **(kwargs or {}))
-        name = func.overloadpacket.__name__
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begun_s
-        return result
 
 
 def fresh_bytes(call: Callable[[], object]) -> int:
