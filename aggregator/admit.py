@@ -29,6 +29,8 @@ _SHARD_NAME = re.compile(r"-[0-9a-f]{16}-r\d{5}\.shard", re.ASCII)  # after the 
 class Refusal:
     reason: Reason
     detail: str
+    if_head_is_new: bool = False
+    """True only where the head was read after the record: an older head does not know the version that the record begins from."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +69,9 @@ def admit(incoming: Incoming, head: Manifest, run: Run) -> Admitted | Refusal:
     staleness = entry.fragment_version - record.base.fragment_version
     if staleness < 0:
         return Refusal(
-            reason="bad-record", detail=f"base {record.base.fragment_version} is above the head {entry.fragment_version}: from the future"
+            reason="bad-record",
+            detail=f"base {record.base.fragment_version} is above the head {entry.fragment_version}: from the future",
+            if_head_is_new=True,
         )
     if staleness > run.staleness_limit:
         return Refusal(reason="stale", detail=f"staleness {staleness} is beyond the limit {run.staleness_limit}")

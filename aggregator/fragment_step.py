@@ -21,7 +21,7 @@ from typing import TypeVar
 import torch
 
 from aggregator.admit import Admitted, Buffers, Refusal, fetch_shard, read_shard
-from aggregator.next_manifest import Draft, Refusing, Stepped, rounds_after
+from aggregator.next_manifest import Draft, Refusing, Stepped, rounds_after, saved_version, step_of
 from aggregator.policy import Window
 from aggregator.remerge import History, step_again
 from ps_diloco.arrays import copy_into, copy_of
@@ -33,7 +33,7 @@ from ps_diloco.host import HostBuffers
 from ps_diloco.ids import ContributionId
 from ps_diloco.merge import MASSES_KEPT, WEIGHTS_KEPT, FragmentMerge, Weighing, awaited_units, weigh
 from ps_diloco.outer import OuterState, publish_outer_step
-from ps_diloco.records import Closed, Contribution, Delta, FragmentEntry, Manifest, Stored
+from ps_diloco.records import Closed, Contribution, Delta, FragmentEntry, Manifest, Ref, Stored
 from ps_diloco.run import OpenRun
 
 log = logging.getLogger(__name__)
@@ -72,16 +72,13 @@ class Held:
     state: OuterState
 
 
-def same_value(one: FragmentEntry, other: FragmentEntry) -> bool:
-    """Whether two entries stand for the same parameters and outer state, whoever wrote the objects: the same steps of the same work lead to both."""
-    return (one.fragment_version, one.sha256, one.tokens, one.rounds, one.weights, one.masses) == (
-        other.fragment_version,
-        other.sha256,
-        other.tokens,
-        other.rounds,
-        other.weights,
-        other.masses,
-    )
+def same_step(one: FragmentEntry, other: FragmentEntry) -> bool:
+    """Whether two entries stand for the same committed step, wherever the outer state of it is saved: objects have unique names."""
+    return one.fragment_version == other.fragment_version and _last_object(one) == _last_object(other)
+
+
+def _last_object(entry: FragmentEntry) -> Ref:
+    return entry.deltas[-1].object if entry.deltas else entry.anchor.objects[0]
 
 
 class Stepper:
@@ -142,10 +139,17 @@ class Stepper:
             self._give_back(old.value, old.state)
         self._held[stepped.fragment] = Held(entry=stepped.after, value=stepped.value, state=stepped.state)
 
-    def lost(self, stepped: Stepped, head: Manifest) -> None:
+    def lost(self, stepped: Stepped, head: Manifest, config: int) -> None:
         """Another process's step stands there instead. Often it is the same one, and then nothing has to be read."""
-        if same_value(head.fragments[stepped.fragment], stepped.after):
-            self.committed(replace(stepped, after=head.fragments[stepped.fragment]))
+        theirs = next((step for step in head.steps if step.fragment == stepped.fragment), None)
+        entry = head.fragments[stepped.fragment]
+        if (
+            theirs is not None
+            and theirs.merged == step_of(stepped).merged
+            and head.config == config
+            and entry.sha256 == stepped.after.sha256
+        ):
+            self.committed(replace(stepped, after=entry))
 
     def save(self, head: Manifest, until_s: float) -> dict[int, FragmentEntry]:
         """Write the outer state of fragments that are held and not saved at the head's version; their entries with it. Does I/O.
@@ -155,7 +159,7 @@ class Stepper:
         saved: dict[int, FragmentEntry] = {}
         for fragment, held in sorted(self._held.items()):
             entry = head.fragments[fragment]
-            if not same_value(held.entry, entry) or saved_version(entry) == entry.fragment_version:
+            if not same_step(held.entry, entry) or saved_version(entry) == entry.fragment_version:
                 continue
             if self._run.env.clock.monotonic() >= until_s:
                 log.warning("no time to save the outer state of fragment %d: the next aggregator merges its last steps again", fragment)
@@ -297,11 +301,10 @@ class Stepper:
         entry = head.record.fragments[fragment]
         held = self._held.get(fragment)
         if held is None or held.entry != entry:
-            if held is not None and same_value(held.entry, entry):
+            if held is not None and same_step(held.entry, entry):
                 held = replace(held, entry=entry)
             else:
-                on_chain = held is not None and (held.entry.fragment_version, held.entry.sha256) in _chain(entry)
-                held = self._read(head, fragment, held if on_chain else None)
+                held = self._read(head, fragment, held if held is not None and _reaches(held.entry, entry) else None)
             self._held[fragment] = held
         return held
 
@@ -323,18 +326,16 @@ class Stepper:
         return Held(entry=entry, value=read_fragment(self._run, entry, fragment, held=known), state=state)
 
 
-def saved_version(entry: FragmentEntry) -> int:
-    """The fragment version at which the outer state is saved; that of version 0 is zero and needs no object."""
-    return entry.state.fragment_version if entry.state else 0
-
-
 def refuse(draft: Draft, contribution: ContributionId, refusal: Refusal, record: Contribution | None) -> None:
     draft.refused[contribution] = Refusing(refusal=refusal, record=record)
     log.warning("refused %s: %s: %s", contribution, refusal.reason, refusal.detail)
 
 
-def _chain(entry: FragmentEntry) -> set[tuple[int, str]]:
-    return {(delta.fragment_version, delta.sha256) for delta in entry.deltas} | {(entry.fragment_version, entry.sha256)}
+def _reaches(held: FragmentEntry, entry: FragmentEntry) -> bool:
+    """Whether the chain of ``entry`` goes through ``held``, so that the steps after it lead from one to the other."""
+    if held.fragment_version == 0:
+        return bool(entry.deltas) and entry.deltas[0].fragment_version == 1
+    return bool(held.deltas) and held.deltas[-1] in entry.deltas
 
 
 def _ahead(function: Callable[[Item], Result], items: Sequence[Item], count: int) -> Generator[Callable[[], Result], None, None]:

@@ -88,6 +88,11 @@ class Draft:
     def decided(self) -> set[ContributionId]:
         return {a.candidate.id for stepped in self.stepped for a in stepped.members} | set(self.refused)
 
+    @property
+    def undecided(self) -> set[ContributionId]:
+        """What was seen and stays undecided."""
+        return {contribution for contribution, _ in self.known} - self.decided
+
     def keep_order(self) -> None:
         """Withdraw refusals that would overtake an earlier contribution of the same unit and fragment which stays undecided (I5)."""
         decided = self.decided
@@ -132,7 +137,8 @@ class Draft:
             saved={
                 fragment: entry
                 for fragment, entry in self.saved.items()
-                if head.fragments[fragment] == entry.model_copy(update={"state": head.fragments[fragment].state})
+                if saved_version(head.fragments[fragment]) < saved_version(entry)
+                and head.fragments[fragment] == entry.model_copy(update={"state": head.fragments[fragment].state})
             },
         )
         rest.keep_order()
@@ -140,6 +146,11 @@ class Draft:
         if not rest.worth_committing(head) or (self.final and not whole):
             return None
         return rest
+
+
+def saved_version(entry: FragmentEntry) -> int:
+    """The fragment version at which the outer state is saved; that of version 0 is zero and needs no object."""
+    return entry.state.fragment_version if entry.state else 0
 
 
 def rounds_after(before: FragmentEntry, weighing: Weighing, window: int) -> dict[str, Round]:
@@ -174,7 +185,7 @@ def next_manifest(
         fingerprint=fingerprint,
         tokens=tokens,
         fragments=tuple(fragments),
-        steps=tuple(_step(stepped) for stepped in draft.stepped),
+        steps=tuple(step_of(stepped) for stepped in draft.stepped),
         refused=tuple(
             Refused(
                 contribution=str(contribution),
@@ -189,7 +200,7 @@ def next_manifest(
     )
 
 
-def _step(stepped: Stepped) -> Step:
+def step_of(stepped: Stepped) -> Step:
     by_id = {a.candidate.id: a for a in stepped.members}
     weighing = stepped.weighing
     return Step(

@@ -15,13 +15,13 @@ from typing import Literal
 
 from aggregator.admit import Admitted, Refusal, admit
 from aggregator.fragment_step import MODEST, Effort, Stepper, refuse
-from aggregator.next_manifest import Draft, next_manifest
+from aggregator.next_manifest import Draft, Stepped, next_manifest
 from aggregator.policy import WHOLE, Force, Part, Plan, in_line, leave_to_others, plan_windows
 from ps_diloco import keys
 from ps_diloco.config import RunSettings
 from ps_diloco.errors import StoreError
 from ps_diloco.ids import ContributionId
-from ps_diloco.inbox import Inbox
+from ps_diloco.inbox import Inbox, Incoming
 from ps_diloco.records import Incarnation, Manifest, Stored
 from ps_diloco.run import OpenRun, fingerprint
 from ps_diloco.transition import check_transition
@@ -33,6 +33,8 @@ DISCOVER_EARLY_EVERY_S = 1.0
 EARLY_VERSIONS = 20
 """A run's units come one after the other at its beginning."""
 HINT_EVERY_S = 1.0
+DRAIN_S_MAX = 30.0
+"""For which the end of a run waits for published work that cannot be read."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +59,10 @@ class _Memory:
     ready_since_s: dict[tuple[int, int], float] = field(default_factory=dict)
     """(fragment, fragment version) of another process's part -> since when it could be stepped."""
     target_since_s: float | None = None
+    taken_over: dict[int, int] = field(default_factory=dict)
+    """Fragment of another process's part -> fragment version to which this process stepped it."""
+    ahead: set[ContributionId] = field(default_factory=set)
+    """Contributions whose base was above the head of the last pass."""
 
 
 class Aggregator:
@@ -95,13 +101,7 @@ class Aggregator:
         draft = Draft(
             config=self._memory.config, known=[(arrived.id, arrived.record.fragment if arrived.record else None) for arrived in incoming]
         )
-        pending: list[Admitted] = []
-        for arrived in incoming:
-            answer = admit(arrived, head.record, self._run.record)
-            if isinstance(answer, Refusal):
-                refuse(draft, arrived.id, answer, arrived.record)
-            else:
-                pending.append(answer)
+        pending = self._admit(incoming, head.record, draft)
         # plan
         if self._ends(head.record, settings):
             force, draft.final = "drain", True
@@ -112,8 +112,10 @@ class Aggregator:
             if stepped is not None:
                 draft.stepped.append(stepped)
         # commit
-        self._list_arrivals(draft, {a.candidate.id for a in pending})
+        self._list_arrivals(draft)
         draft.keep_order()
+        if draft.final and self._waits(draft):
+            draft.final = False
         if not draft.worth_committing(head.record):
             self._hint(head)
             return Outcome(kind="idle", head=head, wake_at_s=plan.wake_at_s)
@@ -159,7 +161,33 @@ class Aggregator:
         now_s = self._run.env.clock.monotonic()
         if self._memory.target_since_s is None:
             self._memory.target_since_s = now_s
-        return self._part.index == 0 or now_s - self._memory.target_since_s >= self._part.patience_s
+        return self._part.owns(0) or 0 in self._memory.taken_over or now_s - self._memory.target_since_s >= self._part.patience_s
+
+    def _waits(self, draft: Draft) -> bool:
+        """Whether the end of the run waits for work that was published and cannot be decided now, which a final manifest would drop."""
+        since_s = self._memory.target_since_s
+        waited_s = 0.0 if since_s is None else self._run.env.clock.monotonic() - since_s
+        return bool(draft.undecided or self._inbox.unread) and waited_s < DRAIN_S_MAX
+
+    def _admit(self, incoming: list[Incoming], head: Manifest, draft: Draft) -> list[Admitted]:
+        """Check records. One that seems to be from the future was perhaps made from a version newer than ``head``: the next pass, with a new head, decides."""
+        pending: list[Admitted] = []
+        ahead: set[ContributionId] = set()
+        blocked: set[tuple[str, int]] = set()
+        for arrived in incoming:
+            answer = admit(arrived, head, self._run.record)
+            line = (arrived.id.unit, arrived.record.fragment if arrived.record else -1)
+            if isinstance(answer, Refusal) and answer.if_head_is_new and arrived.id not in self._memory.ahead:
+                ahead.add(arrived.id)
+                blocked.add(line)
+            elif line in blocked:
+                continue
+            elif isinstance(answer, Refusal):
+                refuse(draft, arrived.id, answer, arrived.record)
+            else:
+                pending.append(answer)
+        self._memory.ahead = ahead
+        return pending
 
     def _plan(self, pending: list[Admitted], head: Manifest, settings: RunSettings, force: Force | None) -> Plan:
         now_s = self._run.env.clock.monotonic()
@@ -168,12 +196,15 @@ class Aggregator:
         plan = plan_windows(ready, head, settings.merge, now_s=now_s, fenced=fenced, force=force)
         if force == "drain":
             return plan
-        plan, self._memory.ready_since_s = leave_to_others(plan, head, self._part, self._memory.ready_since_s, now_s)
+        taken_over = self._memory.taken_over
+        for fragment in [f for f, version in taken_over.items() if head.fragments[f].fragment_version != version]:
+            del taken_over[fragment]  # its owner is back
+        plan, self._memory.ready_since_s = leave_to_others(plan, head, self._part, self._memory.ready_since_s, now_s, taken_over)
         return plan
 
-    def _list_arrivals(self, draft: Draft, pending: set[ContributionId]) -> None:
+    def _list_arrivals(self, draft: Draft) -> None:
         """List new incarnations. One whose predecessor still has undecided work that cannot be read now waits for it (I6)."""
-        undecided = {c.unit for c in pending - draft.decided} | self._inbox.unread
+        undecided = {contribution.unit for contribution in draft.undecided} | self._inbox.unread
         draft.listed = {unit: record for unit, record in self._memory.arrivals.items() if unit not in undecided}
 
     def _commit(self, head: Stored[Manifest], draft: Draft) -> Outcome:
@@ -197,15 +228,24 @@ class Aggregator:
                 self._memory.head = committed
                 for stepped in draft.stepped:
                     self._stepper.committed(stepped)
+                    self._note_taken_over(stepped)
                 self._hint(committed)
                 return Outcome(kind="final" if draft.final else "committed", head=committed)
             head = self._memory.head = self._run.log.find_head(head)
             for stepped in draft.stepped:
-                self._stepper.lost(stepped, head.record)
+                self._stepper.lost(stepped, head.record, draft.config)
             rest = draft.onto(head.record)
             if rest is None:
                 return Outcome(kind="overtaken", head=head)
             draft = rest
+
+    def _note_taken_over(self, stepped: Stepped) -> None:
+        fragment = stepped.fragment
+        if self._part.owns(fragment) or stepped.closed == "drain":
+            return
+        if fragment not in self._memory.taken_over:
+            log.warning("nobody stepped fragment %d for %.0f s: taking it over until its owner is back", fragment, self._part.patience_s)
+        self._memory.taken_over[fragment] = stepped.after.fragment_version
 
     def _hint(self, head: Stored[Manifest]) -> None:
         """Overwrite ``head.json`` if it is due. Losing it costs readers one more GET, so a failure is only logged (I9)."""

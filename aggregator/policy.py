@@ -99,17 +99,23 @@ def plan_windows(
 
 
 def leave_to_others(
-    plan: Plan, head: Manifest, part: Part, ready_since_s: Mapping[tuple[int, int], float], now_s: float
+    plan: Plan,
+    head: Manifest,
+    part: Part,
+    ready_since_s: Mapping[tuple[int, int], float],
+    now_s: float,
+    taken_over: Collection[int] = (),
 ) -> tuple[Plan, dict[tuple[int, int], float]]:
     """``plan`` without the windows that another process's part has and has not had for too long; and since when each of those was ready.
 
-    ``ready_since_s``: what the call before gave back, by (fragment, fragment version).
+    ``ready_since_s``: what the call before gave back, by (fragment, fragment version). ``taken_over``: fragments whose last step was ours although they are
+    another's, who therefore is not waited for again.
     """
     windows, waiting = {}, {}
     for fragment, window in plan.windows.items():
         place = (fragment, head.fragments[fragment].fragment_version)
         since_s = ready_since_s.get(place, now_s)
-        if part.owns(fragment) or now_s - since_s >= part.patience_s:
+        if part.owns(fragment) or fragment in taken_over or now_s - since_s >= part.patience_s:
             windows[fragment] = window
         else:
             waiting[place] = since_s

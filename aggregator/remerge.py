@@ -45,12 +45,16 @@ class History:
     def __init__(self, run: OpenRun) -> None:
         self._run = run
         self._taken: dict[tuple[int, int], Taken] = {}
+        self._timeline = 0
 
     def since_state(self, head: Stored[Manifest], fragment: int, after: int) -> list[Taken]:
         """Steps of ``fragment`` from fragment version ``after`` to the head's, oldest first. Does I/O.
 
         Looks for the unsaved steps of all fragments at once, since whoever needs one of them is new and will need the others.
         """
+        if head.record.timeline != self._timeline:  # the other line had other steps
+            self._taken.clear()
+            self._timeline = head.record.timeline
         entries = head.record.fragments
         saved = [entry.state.fragment_version if entry.state else 0 for entry in entries]
         saved[fragment] = min(after, saved[fragment])

@@ -9,6 +9,7 @@ value reads only the deltas it lacks, across an anchor too::
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ from zarr.core.chunk_key_encodings import DefaultChunkKeyEncoding
 from zarr.storage import MemoryStore as ZarrMemory
 
 from ps_diloco import keys
-from ps_diloco.errors import FormatError, IntegrityError
+from ps_diloco.errors import FormatError, IntegrityError, NotFound
 from ps_diloco.fragment import FragmentValue
 from ps_diloco.layout import FragmentSize
 from ps_diloco.outer import OuterState
@@ -45,6 +46,8 @@ from ps_diloco.zstd import FAST, LEVEL, declared_size
 
 if TYPE_CHECKING:
     from ps_diloco.run import OpenRun
+
+log = logging.getLogger(__name__)
 
 ZARR_JSON_MAX = 4 << 20
 REQUEST_BYTES = 1 << 20
@@ -181,18 +184,18 @@ class ReadPlan:
     """Bytes to read."""
 
 
-def plan_read(entry: FragmentEntry, held: int | None) -> ReadPlan:
-    """The cheaper way to a fragment's version for who holds fragment version ``held`` (None: nothing), requests counted as bytes. Pure."""
+def plan_read(entry: FragmentEntry, held: int | None) -> tuple[ReadPlan, ...]:
+    """The ways to a fragment's version for who holds fragment version ``held`` (None: nothing), the cheapest first, requests counted as bytes. Pure."""
     after_anchor = tuple(delta for delta in entry.deltas if delta.fragment_version > entry.anchor.fragment_version)
     objects = [*entry.anchor.objects, *(delta.object for delta in after_anchor)]
     from_anchor = ReadPlan(from_held=False, deltas=after_anchor, size=sum(ref.size for ref in objects))
     first = entry.deltas[0].fragment_version if entry.deltas else entry.fragment_version + 1
     if held is None or not first <= held + 1 <= entry.fragment_version + 1:
-        return from_anchor
+        return (from_anchor,)
     after_held = tuple(delta for delta in entry.deltas if delta.fragment_version > held)
     from_held = ReadPlan(from_held=True, deltas=after_held, size=sum(delta.object.size for delta in after_held))
     cheaper = from_held.size + REQUEST_BYTES * len(after_held) <= from_anchor.size + REQUEST_BYTES * len(objects)
-    return from_held if cheaper else from_anchor
+    return (from_held, from_anchor) if cheaper else (from_anchor, from_held)
 
 
 def read_fragment(run: OpenRun, entry: FragmentEntry, fragment: int, *, held: tuple[int, FragmentValue] | None = None) -> FragmentValue:
@@ -202,10 +205,14 @@ def read_fragment(run: OpenRun, entry: FragmentEntry, fragment: int, *, held: tu
     :class:`NotFound` when an object of an old version is gone, :class:`FormatError` when something is not what the manifest says. Does I/O.
     """
     check_chain(entry, fragment)
-    plan = plan_read(entry, None if held is None else held[0])
-    value = held[1].clone() if held is not None and plan.from_held else read_anchor(run, fragment, entry.anchor)
-    for delta in plan.deltas:
-        apply_delta(run, fragment, delta, value)
+    cheapest, *others = plan_read(entry, None if held is None else held[0])
+    try:
+        value = _by(cheapest, run, fragment, entry, held)
+    except (NotFound, FormatError) as error:
+        if not others:
+            raise
+        log.warning("fragment %d is read in another way, since an object of the cheapest one cannot be used: %s", fragment, error)
+        value = _by(others[0], run, fragment, entry, held)
     if value.sha256() != entry.sha256:
         raise IntegrityError(
             "fragment does not have the hash that the manifest states", fragment=fragment, fragment_version=entry.fragment_version
@@ -217,6 +224,13 @@ def read_update(run: OpenRun, fragment: int, delta: Delta) -> torch.Tensor:
     """u of a delta, float32 [F]. Does I/O."""
     expected = update_sections(run.layout.fragments[fragment])
     return _read_shard(run, "delta", fragment, delta.fragment_version, delta.object, expected).read("params")
+
+
+def _by(plan: ReadPlan, run: OpenRun, fragment: int, entry: FragmentEntry, held: tuple[int, FragmentValue] | None) -> FragmentValue:
+    value = held[1].clone() if held is not None and plan.from_held else read_anchor(run, fragment, entry.anchor)
+    for delta in plan.deltas:
+        apply_delta(run, fragment, delta, value)
+    return value
 
 
 def apply_delta(run: OpenRun, fragment: int, delta: Delta, value: FragmentValue) -> None:

@@ -78,5 +78,5 @@ def describe(manifest: Manifest) -> str:
     if manifest.final:
         parts.append("final")
     return f"version {manifest.version} ({count_text(manifest.tokens)} tokens): " + (
-        "; ".join(parts) or "units listed, or outer state saved"
+        "; ".join(parts) or "nothing stepped; units were listed (they publish from now on) or outer state was saved"
     )

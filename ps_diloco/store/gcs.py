@@ -342,6 +342,8 @@ def translated_errors(action: str, bucket: str, facts: Mapping[str, Any], *, wri
         raise
     except Exception as error:
         translated = _translated(error, action, bucket, facts, write)
+        if translated is None and isinstance(error, (AttributeError, KeyError, TypeError, ValueError)):
+            translated = StoreError("the answer is not one of GCS", cause=_text(error), remedy="check STORAGE_EMULATOR_HOST", **facts)
         if translated is None:
             raise
         raise translated from error

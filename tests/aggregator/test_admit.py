@@ -104,7 +104,6 @@ LIES: dict[str, tuple[str, str, Liar]] = {
     "an unknown codec": ("codec", "'zip9'", with_edit(changed(codec="zip9"))),
     "a codec whose name fills a record": ("codec", "'\\x01", with_edit(changed(codec="\x01" * 2000))),
     "half a character": ("bad-record", "Invalid JSON", with_edit(changed(codec="\ud800"))),
-    "a base from the future": ("bad-record", "future", with_edit(changed(base=Base(fragment_version=9, sha256="e" * 64)))),
     "another base hash": ("bad-record", "base hash", with_edit(changed(base=Base(fragment_version=0, sha256="e" * 64)))),
     "too few sums of squares": ("bad-record", "sums of squares", with_edit(changed(sum_squares=(1.0,)))),
     "two shards": ("bad-record", "ranks", with_edit(lambda record: record.model_copy(update={"shards": record.shards * 2}))),

@@ -259,3 +259,10 @@ def test_the_only_process_owns_everything_and_parts_cover_each_fragment_once() -
     for count in range(1, 6):
         owners = [[part for part in range(count) if Part(index=part, of=count).owns(fragment)] for fragment in range(12)]
         assert all(len(owner) == 1 for owner in owners)
+
+
+def test_a_fragment_that_was_taken_over_is_not_waited_for_again() -> None:
+    manifest = head(*FOUR)
+    pending = [arrival(unit, fragment, fragment=fragment) for unit in "abc" for fragment in range(4)]
+    left, remembered = leave_to_others(plan(pending, manifest, 100.0), manifest, SECOND, {}, 100.0, {2})
+    assert (list(left.windows), set(remembered)) == ([1, 2, 3], {(0, 20)})

@@ -342,14 +342,14 @@ def test_a_fragment_is_read_by_deltas_or_from_the_anchor_whichever_is_less(
     held: int | None, from_held: bool, read: list[int], size: int
 ) -> None:
     mega = 10 << 20
-    plan = plan_read(_sized(40, 400 * mega, 21, 42, 100 * mega), held)
+    plan, *_ = plan_read(_sized(40, 400 * mega, 21, 42, 100 * mega), held)
     assert (plan.from_held, [delta.fragment_version for delta in plan.deltas], plan.size) == (from_held, read, size * mega)
 
 
 def test_requests_count_too() -> None:
     """Twelve tiny deltas are twelve round trips; a tiny anchor and what follows it are fewer."""
-    assert plan_read(_sized(40, 100, 21, 42, 10), 38).from_held is False
-    assert plan_read(_sized(40, 100, 21, 42, 10), 39).from_held is True
+    assert plan_read(_sized(40, 100, 21, 42, 10), 38)[0].from_held is False
+    assert plan_read(_sized(40, 100, 21, 42, 10), 39)[0].from_held is True
 
 
 def test_every_way_leads_to_the_same_bits(chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -357,8 +357,20 @@ def test_every_way_leads_to_the_same_bits(chain: Chain, monkeypatch: pytest.Monk
     for _ in range(20):
         chain.grow("int8")
     entry = chain.entry(26, write_anchor(chain.run, _place(26), chain.values[26]), 1)
-    assert {plan_read(entry, held).from_held for held in range(27)} == {False, True}
+    assert {plan_read(entry, held)[0].from_held for held in range(27)} == {False, True}
     for held in range(27):
         _shards_read(chain)
         assert same(read_fragment(chain.run, entry, 0, held=(held, chain.values[held])), chain.values[26])
-        assert (_shards_read(chain) == [-1]) == (not plan_read(entry, held).from_held)
+        assert (_shards_read(chain) == [-1]) == (not plan_read(entry, held)[0].from_held)
+
+
+def test_where_an_object_of_the_cheaper_way_is_gone_the_other_way_is_taken(chain: Chain) -> None:
+    anchor = write_anchor(chain.run, _place(4), chain.values[4])
+    entry = chain.entry(6, anchor, 1)
+    chain.run.store.delete(chain.deltas[2].object.key)
+    assert plan_read(entry, 1)[0].from_held
+    assert same(read_fragment(chain.run, entry, 0, held=(1, chain.values[1])), chain.values[6])
+    chain.run.store.delete(anchor.objects[0].key)
+    assert same(read_fragment(chain.run, entry, 0, held=(3, chain.values[3])), chain.values[6])
+    with pytest.raises(NotFound):
+        read_fragment(chain.run, entry, 0, held=(1, chain.values[1]))
