@@ -83,10 +83,12 @@ def _tell(out: Console, what: str, ending: Ending, run: str) -> None:
     if not ending.listed:
         out.print(f"no aggregator has listed this unit, so nothing could be published; is one running? (ps-diloco aggregate {run})")
     unsent = f", {ending.unsent} not" if ending.unsent else ""
+    if ending.uncut:
+        unsent += f", nor the last steps of {ending.uncut} fragment(s), which wait for earlier ones to be merged"
     if ending.saved:
-        kept = " (they are in the saved state)" if ending.unsent else ""
+        kept = " (they are in the saved state)" if unsent else ""
         out.print(f"{what}; {ending.published} contribution(s) published{unsent}{kept}; state saved. The same command goes on from here")
         return
     out.print(f"{what}; {ending.published} contribution(s) published{unsent}; the unit's own state could NOT be saved")
-    if ending.unsent:
+    if unsent:
         raise typer.Exit(StoreError.exit_code)

@@ -16,11 +16,13 @@ SAVE_S_MIN = 3.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ending:
-    """What a unit left behind. ``unsent`` cuts are in the saved state, if there is one, and lost otherwise."""
+    """What a unit left behind. ``unsent`` cuts, and the last steps of ``uncut`` fragments, are in the saved state, if there is one, and lost otherwise."""
 
     listed: bool
     published: int
     unsent: int
+    uncut: int
+    """Fragments that could not be cut at the end, because two contributions of theirs wait to be merged."""
     saved: bool
 
 
@@ -68,4 +70,4 @@ def wind_down(
     parts.heart.end(reason)
     if parts.owns_store:
         parts.store.close()
-    return Ending(listed=outbox.listed.is_set(), published=published, unsent=unsent, saved=saved)
+    return Ending(listed=outbox.listed.is_set(), published=published, unsent=unsent, uncut=len(fresh), saved=saved)
