@@ -18,6 +18,7 @@ exact in float32, so ``q * scale`` has the same bits fused or not, on CPU or GPU
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -69,13 +70,14 @@ class Codec(Protocol):
         """All values as a new tensor. Raises as :meth:`pieces` does."""
 
 
-class _Pieces:
+class _Pieces(ABC):
     """Decoding whole and encoding with ``each``, for codecs that decode in pieces."""
 
     dtype = torch.float32
 
+    @abstractmethod
     def pieces(self, raw: Raw, elements: int, out: torch.Tensor | None = None) -> Iterator[tuple[int, torch.Tensor]]:
-        raise NotImplementedError
+        """As in :class:`Codec`."""
 
     def decode(self, raw: Raw, elements: int) -> torch.Tensor:
         values = empty(elements, self.dtype)

@@ -11,6 +11,7 @@ import shutil
 import socket
 import subprocess
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from importlib.metadata import PackageNotFoundError, distribution
@@ -26,7 +27,7 @@ START_TIMEOUT_S = 60.0
 _STARTS_MAX = 3
 
 
-class LocalServer:
+class LocalServer(ABC):
     """One server process. ``directory`` keeps its files and is left in place; without one a temporary directory is used and deleted."""
 
     kind: ClassVar[str]
@@ -89,24 +90,25 @@ class LocalServer:
         """Process id of the server while it runs."""
         return self._server.pid if self._server is not None else None
 
+    @abstractmethod
     def env(self) -> dict[str, str]:
         """Environment variables that lead child processes to this server."""
-        raise NotImplementedError
 
+    @abstractmethod
     def create_bucket(self, name: str, *, versioned: bool = True) -> None:
-        raise NotImplementedError
+        """Create a bucket; no error if it is there."""
 
+    @abstractmethod
     def _program(self) -> Path:
         """The program; raises :class:`ConfigError` if it is not installed."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _command(self, program: Path, directory: Path) -> list[str]:
         """How to start it, on ports that are free now."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _check(self) -> None:
         """Ask the server for something small; raise :class:`PsDilocoError` if it is not ready."""
-        raise NotImplementedError
 
     def _leftovers(self) -> list[str]:
         """Files that the server leaves behind when it is killed."""

@@ -43,10 +43,7 @@ def test_a_merge_reads_each_contribution_once_and_writes_what_it_made(fragments:
 
 @pytest.mark.parametrize("state_every", [1, 3])
 def test_anchors_and_outer_state_are_written_every_so_many_steps(state_every: int) -> None:
-    try:
-        scene = Scene(units=1, pull={"anchor_every": 3, "state_every": state_every})
-    except ValueError:
-        pytest.skip("this version saves the outer state in every step")
+    scene = Scene(units=1, pull={"anchor_every": 3, "state_every": state_every})
     for _ in range(7):
         same(scene.merge(1, 1))
 
