@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -35,6 +34,7 @@ from ps_diloco.merge import MASSES_KEPT, WEIGHTS_KEPT, FragmentMerge, Weighing, 
 from ps_diloco.outer import OuterState, publish_outer_step
 from ps_diloco.records import Closed, Contribution, Delta, FragmentEntry, Manifest, Ref, Stored
 from ps_diloco.run import OpenRun
+from ps_diloco.threads import Event, Threads
 
 log = logging.getLogger(__name__)
 Item = TypeVar("Item")
@@ -84,7 +84,7 @@ def _last_object(entry: FragmentEntry) -> Ref:
 class Stepper:
     """Steps fragments. One thread. All that it remembers can be read back from the bucket."""
 
-    def __init__(self, run: OpenRun, effort: Effort, stop: threading.Event) -> None:
+    def __init__(self, run: OpenRun, effort: Effort, stop: Event) -> None:
         self._run = run
         self._effort = effort
         self._stop = stop
@@ -175,7 +175,9 @@ class Stepper:
         merging = FragmentMerge(self._run.layout.fragments[fragment], gradient=gradient)
         by_id = {a.candidate.id: a for a in members}
         ordered = [by_id[candidate.id] for candidate in weighing.candidates]
-        with closing(_ahead(lambda a: fetch_shard(self._run, a.record), ordered, self._effort.fetch_ahead)) as shards:
+        with closing(
+            _ahead(lambda a: fetch_shard(self._run, a.record), ordered, self._effort.fetch_ahead, self._run.env.threads)
+        ) as shards:
             for admitted, coefficient, share, fetched in zip(ordered, weighing.coefficients, weighing.shares, shards, strict=True):
                 if self._stop.is_set():
                     raise Stopped
@@ -338,12 +340,14 @@ def _reaches(held: FragmentEntry, entry: FragmentEntry) -> bool:
     return bool(held.deltas) and held.deltas[-1] in entry.deltas
 
 
-def _ahead(function: Callable[[Item], Result], items: Sequence[Item], count: int) -> Generator[Callable[[], Result], None, None]:
+def _ahead(
+    function: Callable[[Item], Result], items: Sequence[Item], count: int, threads: Threads
+) -> Generator[Callable[[], Result], None, None]:
     """One callable for each item that gives ``function(item)``, or raises what it raised; ``count`` more are begun by then. With 0 all is done when called."""
     if count == 0:
         yield from (partial(function, item) for item in items)
         return
-    pool = ThreadPoolExecutor(count, "ps-diloco-fetch")
+    pool = threads.pool(count, name="ps-diloco-fetch")
     try:
         begun: deque[Future[Result]] = deque()
         following = iter(items)

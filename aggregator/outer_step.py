@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -24,6 +23,7 @@ from ps_diloco.ids import ContributionId
 from ps_diloco.inbox import Inbox, Incoming
 from ps_diloco.records import Incarnation, Manifest, Stored
 from ps_diloco.run import OpenRun, fingerprint
+from ps_diloco.threads import Event
 from ps_diloco.transition import check_transition
 
 log = logging.getLogger(__name__)
@@ -74,13 +74,13 @@ class Aggregator:
         *,
         part: Part = WHOLE,
         effort: Effort = MODEST,
-        stop: threading.Event | None = None,
+        stop: Event | None = None,
     ) -> None:
         self._run = run
         self._part = part
         self._inbox = Inbox(run)
         self._memory = _Memory()
-        self._stepper = Stepper(run, effort, stop or threading.Event())
+        self._stepper = Stepper(run, effort, stop or run.env.threads.event())
 
     def take_pass(self, *, force: Force | None = None) -> Outcome:
         """Do all that can be done now, in one commit. Does I/O.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
 
 from aggregator.fragment_step import MODEST, Effort, Stopped
@@ -12,6 +11,7 @@ from aggregator.policy import WHOLE, Part
 from ps_diloco.env import Backoff
 from ps_diloco.errors import Denied, StoreError, Unavailable
 from ps_diloco.run import OpenRun
+from ps_diloco.threads import Event
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ def aggregate_once(run: OpenRun, *, part: Part = WHOLE, effort: Effort = MODEST)
 def serve(
     run: OpenRun,
     *,
-    stop: threading.Event,
+    stop: Event,
     part: Part = WHOLE,
     effort: Effort = MODEST,
     poll_s: float = 0.5,

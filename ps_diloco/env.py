@@ -1,4 +1,4 @@
-"""The only module that touches time and randomness.
+"""The only module that touches time and randomness; with :mod:`ps_diloco.threads`, all that a simulation puts its own in place of.
 
 Everything that waits, reads a clock or draws a random name takes an :class:`Env`, so that tests and simulations can put their own in its place::
 
@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import random
 import secrets
-import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Protocol
+
+from ps_diloco.threads import Event, SystemThreads, Threads
 
 
 class Clock(Protocol):
@@ -30,7 +31,7 @@ class Clock(Protocol):
     def sleep(self, seconds: float) -> None:
         """Block the calling thread."""
 
-    def wait(self, event: threading.Event, timeout_s: float) -> bool:
+    def wait(self, event: Event, timeout_s: float) -> bool:
         """Block until ``event`` is set or the time is over; return whether it is set."""
 
 
@@ -63,7 +64,7 @@ class SystemClock:
     def sleep(self, seconds: float) -> None:
         time.sleep(seconds)
 
-    def wait(self, event: threading.Event, timeout_s: float) -> bool:
+    def wait(self, event: Event, timeout_s: float) -> bool:
         return event.wait(timeout_s)
 
 
@@ -101,10 +102,11 @@ class SeededEntropy:
 
 @dataclass(frozen=True, kw_only=True)
 class Env:
-    """Clock and randomness, passed to whatever needs them."""
+    """Clock, randomness and threads, passed to whatever needs them."""
 
     clock: Clock
     entropy: Entropy
+    threads: Threads = field(default_factory=SystemThreads)
 
     @staticmethod
     def system() -> Env:

@@ -136,6 +136,36 @@ def test_one_module_only_touches_clock_and_chance() -> None:
     assert _texts([one for one in all_imports() if one.is_of("uuid")]) == []
 
 
+def threads_made(tree: ast.AST, file: str) -> list[str]:
+    """What a file uses to make or await threads, beside a plain lock and the types of ``ps_diloco.threads``."""
+    found = [
+        str(one)
+        for one in imports_in(tree, file)
+        if one.is_of("queue", "concurrent", "multiprocessing", "asyncio", "_thread", "sched", "signal", "select", "subprocess", "socket")
+        and one.module not in ("concurrent.futures.Future", "concurrent.futures.Executor")
+        or one.module.startswith("threading.")
+    ]
+    return found + [
+        f"{file}:{node.lineno} uses threading.{node.attr}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "threading" and node.attr != "Lock"
+    ]
+
+
+def test_units_and_the_aggregator_have_their_threads_made_for_them() -> None:
+    watched = {file: tree for file, tree in trees().items() if file.startswith(("ps_diloco/unit/", "aggregator/"))}
+    assert len(watched) > 10
+    assert [made for file, tree in watched.items() for made in threads_made(tree, file)] == []
+
+
+@pytest.mark.parametrize(
+    "line", ["threading.Thread()", "threading.Event", "import queue", "from threading import Lock", "from asyncio import run"]
+)
+def test_the_rule_on_threads_sees(line: str) -> None:
+    assert threads_made(ast.parse(line), "x.py") != []
+    assert threads_made(ast.parse("import threading\nlock = threading.Lock()\nfrom concurrent.futures import Future"), "x.py") == []
+
+
 def test_nothing_that_is_read_can_run_code() -> None:
     assert _texts([one for one in all_imports() if one.is_of(*RUNS_CODE, "torch.load", "torch.package", "torch.serialization")]) == []
     calls = [

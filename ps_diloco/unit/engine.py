@@ -11,7 +11,6 @@ Nothing here touches the network; everything heavy (encoding, corrections) happe
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -23,6 +22,7 @@ from ps_diloco.errors import Fenced, InvariantViolation, NonFinite
 from ps_diloco.fragment import FragmentValue
 from ps_diloco.layout import Layout
 from ps_diloco.records import UNDECIDED_MAX
+from ps_diloco.threads import Queue, Threads
 from ps_diloco.unit.outbox import Identity, Outbox
 from ps_diloco.unit.puller import News
 from ps_diloco.unit.state import UNDECIDED_PER_FRAGMENT, Account, Correction, FragmentState
@@ -101,6 +101,7 @@ class Engine:
         first: News,
         outbox: Outbox,
         *,
+        threads: Threads,
         on_error: Callable[[BaseException], None],
         recycle: Callable[[FragmentValue], None] = lambda snapshot: None,
     ) -> None:
@@ -122,7 +123,7 @@ class Engine:
             )
             for fragment in range(len(layout.fragments))
         ]
-        self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        self._events: Queue = threads.queue()
         self._lock = threading.Lock()
         self._corrections: dict[int, Correction] = {}
         self._taken = [0] * len(layout.fragments)
@@ -135,7 +136,7 @@ class Engine:
         self.adopted_tokens = [entry.tokens for entry in first.head.record.fragments]
         """Per fragment: tokens merged into the version that the local parameters hold."""
         self._offered_tokens = list(self.adopted_tokens)
-        self._thread = threading.Thread(target=self._loop, name="ps-diloco-engine", daemon=True)
+        self._thread = threads.thread(self._loop, name="ps-diloco-engine")
 
     # called by the training thread
 

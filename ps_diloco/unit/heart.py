@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -26,9 +25,9 @@ class Heart:
         self._identity = identity
         self._interval_s = interval_s
         self._report = report
-        self._stop = threading.Event()
+        self._stop = run.env.threads.event()
         self._ended: str | None = None
-        self._thread = threading.Thread(target=self._loop, name="ps-diloco-heart", daemon=True)
+        self._thread = run.env.threads.thread(self._loop, name="ps-diloco-heart")
 
     def start(self) -> None:
         self._thread.start()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -101,11 +100,11 @@ def join(
         raise
     log.info("unit %s joined as incarnation %d at version %d", unit, identity.incarnation, head.record.version)
 
-    stop = threading.Event()
+    stop = env.threads.event()
     errors: list[BaseException] = []
     link = Link(env, stop, url=run.store.url)
     outbox = Outbox(run, identity, link, stop, on_error=errors.append)
-    engine = Engine(run.layout, settings, identity, first, outbox, on_error=errors.append, recycle=binding.recycle)
+    engine = Engine(run.layout, settings, identity, first, outbox, threads=env.threads, on_error=errors.append, recycle=binding.recycle)
     saver = Saver(replace(run, store=counting.inner), identity, outbox, link, stop, on_error=errors.append)
 
     def on_news(news: News) -> None:

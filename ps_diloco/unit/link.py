@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from ps_diloco.env import Backoff, Env
 from ps_diloco.errors import Denied, Unavailable
+from ps_diloco.threads import Event
 
 T = TypeVar("T")
 log = logging.getLogger("ps_diloco.unit")
@@ -21,7 +22,7 @@ REMIND_S = 60.0
 class Link:
     """Runs store calls of background threads until they succeed; training goes on meanwhile. Thread-safe."""
 
-    def __init__(self, env: Env, stop: threading.Event, *, url: str) -> None:
+    def __init__(self, env: Env, stop: Event, *, url: str) -> None:
         self._env = env
         self._stop = stop
         self._url = url

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from ps_diloco.run import OpenRun
 from ps_diloco.shard import encode_shard
 from ps_diloco.store.claim import claim_object
 from ps_diloco.store.refs import put_data
+from ps_diloco.threads import Event, Queue
 from ps_diloco.unit.link import Link
 from ps_diloco.unit.state import Pending
 
@@ -35,23 +35,21 @@ class Outbox:
     Bounded from outside: a unit has at most 2 undecided cuts per fragment and 64 in all.
     """
 
-    def __init__(
-        self, run: OpenRun, identity: Identity, link: Link, stop: threading.Event, *, on_error: Callable[[BaseException], None]
-    ) -> None:
+    def __init__(self, run: OpenRun, identity: Identity, link: Link, stop: Event, *, on_error: Callable[[BaseException], None]) -> None:
         self._run = run
         self._identity = identity
         self._link = link
         self._stop = stop
-        self._queue: queue.SimpleQueue[Pending | None] = queue.SimpleQueue()
+        self._queue: Queue = run.env.threads.queue()
         self._on_error = on_error
-        self._published = threading.Condition()
+        self._published = run.env.threads.condition()
         self._begin = threading.Lock()
         self._halted = False
         self._count = 0
         self._put = 0
-        self.listed = threading.Event()
+        self.listed = run.env.threads.event()
         """Set once a manifest lists the incarnation; nothing is published before."""
-        self._thread = threading.Thread(target=self._loop, name="ps-diloco-outbox", daemon=True)
+        self._thread = run.env.threads.thread(self._loop, name="ps-diloco-outbox")
 
     def start(self) -> None:
         self._thread.start()
@@ -90,7 +88,7 @@ class Outbox:
         try:
             while (pending := self._queue.get()) is not None:
                 while not self.listed.is_set() and not self._stop.is_set() and not self._halted:
-                    self.listed.wait(0.2)
+                    self._run.env.clock.wait(self.listed, 0.2)
                 if self._stop.is_set() or self._halted:
                     return
                 self._publish(pending)

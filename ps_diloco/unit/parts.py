@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass, field
 
 from ps_diloco.run import OpenRun
 from ps_diloco.store.counting import CountingStore
+from ps_diloco.threads import Event
 from ps_diloco.unit.engine import Engine
 from ps_diloco.unit.heart import Heart
 from ps_diloco.unit.link import Link
@@ -29,5 +29,5 @@ class Parts:
     saver: Saver
     heart: Heart
     link: Link
-    stop: threading.Event
+    stop: Event
     errors: list[BaseException] = field(default_factory=list)

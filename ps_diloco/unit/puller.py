@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -13,6 +12,7 @@ from ps_diloco.errors import Denied, Fenced, FormatError, NotFound, Unavailable,
 from ps_diloco.fragment import FragmentValue
 from ps_diloco.records import Base, Manifest, Stored
 from ps_diloco.run import OpenRun
+from ps_diloco.threads import Event
 from ps_diloco.unit.link import Link
 
 log = logging.getLogger("ps_diloco.unit")
@@ -53,7 +53,7 @@ class Puller:
         run: OpenRun,
         first: News,
         link: Link,
-        stop: threading.Event,
+        stop: Event,
         *,
         poll_s: float,
         on_news: Callable[[News], None],
@@ -67,7 +67,7 @@ class Puller:
         self._on_news = on_news
         self._on_error = on_error
         self._polls = 0
-        self._thread = threading.Thread(target=self._loop, name="ps-diloco-puller", daemon=True)
+        self._thread = run.env.threads.thread(self._loop, name="ps-diloco-puller")
 
     def start(self) -> None:
         self._thread.start()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import queue
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,6 +12,7 @@ import torch
 from ps_diloco.records import Covers
 from ps_diloco.run import OpenRun
 from ps_diloco.store.counting import CountingStore
+from ps_diloco.threads import Event, Queue
 from ps_diloco.unit.link import Link
 from ps_diloco.unit.outbox import Identity, Outbox
 from ps_diloco.unit.saved import InnerState, write_unit_state
@@ -37,7 +36,7 @@ class Saver:
         identity: Identity,
         outbox: Outbox,
         link: Link,
-        stop: threading.Event,
+        stop: Event,
         *,
         on_error: Callable[[BaseException], None],
     ) -> None:
@@ -50,8 +49,8 @@ class Saver:
         self._written = 0
         self._store = CountingStore(run.store)
         self._run = replace(run, store=self._store)
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._loop, name="ps-diloco-saver", daemon=True)
+        self._jobs: Queue = run.env.threads.queue()
+        self._thread = run.env.threads.thread(self._loop, name="ps-diloco-saver")
 
     def start(self) -> None:
         self._thread.start()

@@ -14,6 +14,7 @@ from ps_diloco import CreateSettings, RunSettings, create_run
 from ps_diloco.records import Manifest
 from ps_diloco.run import OpenRun
 from ps_diloco.store import MemoryStore
+from ps_diloco.threads import SystemThreads
 from tests.aggregator.bench import Unreadable, announce, fake_env, publish, seen_by, walk
 
 EFFORTS = [Effort(threads=2), Effort(fetch_ahead=1), Effort(threads=3, fetch_ahead=2), Effort(threads=8, fetch_ahead=9)]
@@ -81,18 +82,18 @@ def test_what_is_fetched_ahead_comes_in_order_and_so_do_errors(count: int) -> No
         return number / 2
 
     got: list[float | str] = []
-    for result in _ahead(half, range(6), count):
+    for result in _ahead(half, range(6), count, SystemThreads()):
         try:
             got.append(result())
         except KeyError:
             got.append("gone")
     assert got == [0.0, 0.5, 1.0, "gone", 2.0, 2.5]
-    assert list(_ahead(half, [], count)) == []
+    assert list(_ahead(half, [], count, SystemThreads())) == []
 
 
 def test_no_more_is_begun_than_asked_for() -> None:
     begun: list[int] = []
-    results = _ahead(begun.append, range(10), 2)
+    results = _ahead(begun.append, range(10), 2, SystemThreads())
     next(results)()
     assert len(begun) <= 3
     results.close()

@@ -14,6 +14,7 @@ from ps_diloco.errors import Fenced, InvariantViolation, NonFinite
 from ps_diloco.fragment import FragmentValue
 from ps_diloco.records import UNDECIDED_MAX, Stored, UnitEntry
 from ps_diloco.shard import decode_section
+from ps_diloco.threads import SystemThreads
 from ps_diloco.unit.engine import Adopted, Cut, Engine, Left, Residuals, Restart, Save
 from ps_diloco.unit.outbox import Identity
 from ps_diloco.unit.puller import News, read_news
@@ -51,7 +52,9 @@ class Rig:
         settings = plain_settings(codec=codec)
         layout = self.scene.run.layout
         self.recycled = 0
-        self.engine = Engine(layout, settings, WHO, self.first, self.shelf, on_error=self.errors.append, recycle=self._recycle)  # type: ignore[arg-type]
+        self.engine = Engine(
+            layout, settings, WHO, self.first, self.shelf, threads=SystemThreads(), on_error=self.errors.append, recycle=self._recycle
+        )  # type: ignore[arg-type]
         self.theta = [value.params.clone() for value in self.first.values]
         self.version = 0
 
